@@ -6,8 +6,10 @@ Megatron's rules are known to members only; they report the sizes when they regi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from deadpool_megatron.layout.grid import Grid
+from deadpool_megatron.settings import SchemeKind
 from deadpool_megatron.wire.forms import Coded
 
 
@@ -17,12 +19,25 @@ class Sizes(Coded):
 
     ``replicas``: ascending, the full number last; each of them fills whole nodes.
     ``ranks_per_replica``: ranks of one model replica (tp x cp x pp). ``reason``: why no smaller
-    number is possible; empty where some are.
+    number is possible; empty where some are. ``grid``: the split of a replica.
     """
 
     ranks_per_replica: int
     replicas: tuple[int, ...]
     reason: str = ""
+    grid: Grid = field(default_factory=Grid)
+
+    def fixed(self, reason: str) -> Sizes:
+        """Return the same with the full number alone, unless ``reason`` is empty."""
+        if not reason:
+            return self
+        return replace(self, replicas=self.replicas[-1:], reason=self.reason or reason)
+
+
+def fixed_by_scheme(scheme: str) -> str:
+    """Return why the number of model replicas is fixed under this scheme; empty if it is not."""
+    is_fixed = scheme == SchemeKind.RECOMPUTE or SchemeKind(scheme).is_local
+    return f"--deadpool-protection {scheme} is for one size" if is_fixed else ""
 
 
 def fitting(sizes: Sizes, slots: int, per_node: int) -> int:

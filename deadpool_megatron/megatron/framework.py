@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.megatron import dimensions, identity, loop_extras, optimizer
 from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
@@ -20,6 +21,7 @@ from deadpool_megatron.megatron.update_replay import refuse_unreplayable
 from deadpool_megatron.member.framework import Framework, ScheduleDifference, StepCalls, UpdateAudit
 from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.member.update_capture import UpdateCapture
+from deadpool_megatron.planning.model_replicas import sizes_of
 from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.template import StateTemplate
 from deadpool_megatron.vault.vault_client import VaultClient
@@ -101,6 +103,18 @@ class MegatronFramework(Framework):
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """See :class:`Framework`."""
         return loop_extras.large_frozen_weights(self._loop)
+
+    def sizes(self, world_size: int, members_per_node: int) -> Sizes | None:
+        """See :class:`Framework`."""
+        if self._loop.arguments is None:
+            return None
+        found = sizes_of(*self._loop.arguments, world_size, members_per_node)
+        reasons = [part.indivisible for part in self.parts]
+        if optimizer.state_numbers(self._loop.optimizer):
+            reasons.append("the optimizer keeps plain numbers of each parameter")
+        if found.grid.ep > 1 and core.__version__.startswith("0.16."):
+            reasons.append("Megatron-LM 0.16 saves random states of experts by data-parallel rank")
+        return found.fixed(next(filter(None, reasons), ""))
 
     def template(self, layout: RoleLayout) -> StateTemplate:
         """See :class:`Framework`."""

@@ -36,6 +36,8 @@ class MegatronLoop(ProtectedLoop):
     around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
         lambda passes: passes
     )
+    #: Megatron's arguments, and those that the user has given
+    arguments: tuple[Any, Any] | None = None
     model_chunks: list[Any]
     optimizer: Any
     scheduler: Any

@@ -24,6 +24,7 @@ from deadpool_megatron.layout.gradient_chain import REPLAY
 from deadpool_megatron.layout.memory_needs import extras_capacity_bytes, node_needs
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.schemes import recomputes
+from deadpool_megatron.layout.sizes import fixed_by_scheme
 from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
 from deadpool_megatron.member.loop import Program, ProtectedLoop
@@ -193,7 +194,8 @@ class EpochEntry:
                 self._warn(text)
         # First, so that the coordinator compares the state in memory with this model. The vault may
         # have made slots for that state already, and has none of another layout.
-        self._link.send({"t": "registered", "layout": layout.without_runs.to_dict()})
+        own = layout.without_runs.to_dict()
+        self._link.send({"t": "registered", "layout": own, **self._sizes()})
         plan = record.protection
         # A replay needs the gradients of every iteration.
         with_steps = recomputes(plan) and plan.every == 1
@@ -392,6 +394,11 @@ class EpochEntry:
         if trouble := memory.problem(needs, limits):
             raise OutOfSpace(trouble)
         return memory.warnings(needs, limits, memory.memlock_bytes(), pinned=pinned)
+
+    def _sizes(self) -> dict[str, Any]:
+        place, reason = self._link.place, fixed_by_scheme(self.settings.protection)
+        found = self.built.framework.sizes(place.world_size, place.members_per_node)
+        return {"sizes": found.fixed(reason).to_dict()} if found else {}
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.optimizer_state import UnsupportedState
@@ -164,6 +165,11 @@ class Framework(ABC):
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Return weights that no iteration changes and that are too large for the extras."""
         return ()
+
+    def sizes(self, world_size: int, members_per_node: int) -> Sizes | None:
+        """Return the sizes of the program in a run of ``world_size`` roles at full size; None if it
+        does not know them."""
+        return None
 
     def template(self, layout: RoleLayout) -> StateTemplate:
         """Return the recipe for exports of this role; a refused recipe if there are none."""

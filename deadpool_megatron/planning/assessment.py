@@ -118,14 +118,9 @@ def _check_layout(plan: Plan) -> None:
         )
         if model.experts:
             _divide("parallel.ep", parallel.ep, "model.experts", model.experts)
-    stage = tp * parallel.cp * parallel.dp
-    _divide("parallel.optimizer_instances", instances, "dp x cp", parallel.dp * parallel.cp)
-    if experts:
-        _divide("parallel.etp", etp, "tp x cp x dp", stage)
-        _divide("parallel.ep", parallel.ep, "tp x cp x dp / etp", stage // etp)
-        size = stage // etp // parallel.ep
-        _divide("parallel.optimizer_instances", instances, "expert data parallelism", size)
-    roles, gpus = stage * parallel.pp, cluster.nodes * cluster.gpus_per_node
+    for division in parallel.grid.divisions(parallel.dp):
+        _divide(f"parallel.{division.key}", *division[1:])
+    roles, gpus = parallel.dp * parallel.grid.ranks, cluster.nodes * cluster.gpus_per_node
     if roles > _MAX_ROLES:
         raise PlanError(f"parallel.dp: {roles} roles are more than {_MAX_ROLES}: set it lower")
     if roles != gpus:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deadpool_megatron.planning.model_replicas import Workload
 from deadpool_megatron.support import flags
 
 #: section -> key -> argument
@@ -58,7 +59,8 @@ ASSUMED: dict[str, Any] = {
 def sections_of(tokens: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     """Return the sections for a cluster of ``nodes`` that train; its other values are assumed.
     Raises ValueError for a batch that Megatron-LM refuses on this cluster."""
-    found = vars(flags.named_arguments(tokens))
+    named = flags.named_arguments(tokens)
+    found, work = vars(named), Workload.of(named)
     sections = {
         section: {key: found[name] for key, name in names.items() if name in found}
         for section, names in _ARGUMENTS.items()
@@ -75,13 +77,10 @@ def sections_of(tokens: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
     if size := _VOCABULARIES.get(str(found.get("tokenizer_type"))):
         model.setdefault("vocab", size)
     parallel["distributed_optimizer"] = "use_distributed_optimizer" in found
-    tp, pp = parallel.setdefault("tp", 1), parallel.setdefault("pp", 1)
-    replica = tp * pp * parallel.get("cp", 1)
-    parallel["dp"] = max(1, nodes * int(ASSUMED["gpus_per_node"]) // replica)
+    parallel |= {"tp": work.grid.tp, "pp": work.grid.pp}
+    parallel["dp"] = max(1, nodes * int(ASSUMED["gpus_per_node"]) // work.grid.ranks)
+    if problem := work.problem(parallel["dp"]):
+        raise ValueError(f"{parallel['dp']} data-parallel ranks: {problem}")
     cluster = {**ASSUMED, "nodes": nodes}
-    batch, micro = found.get("global_batch_size", 0), found.get("micro_batch_size", 1)
-    if batch % (part := micro * parallel["dp"]):
-        split = f"micro-batches of {micro} on {parallel['dp']} data-parallel ranks"
-        raise ValueError(f"--global-batch-size {batch} is no multiple of {part}: {split}")
-    cluster["tokens_per_step"] = batch * found.get("seq_length", 0)
+    cluster["tokens_per_step"] = found.get("global_batch_size", 0) * found.get("seq_length", 0)
     return {**sections, "cluster": cluster}

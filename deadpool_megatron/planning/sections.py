@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from deadpool_megatron import UserError
+from deadpool_megatron.layout.grid import Grid
 from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
 _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
@@ -89,6 +90,12 @@ class Parallel:
     etp: Shares | None = _key("tensor parallel size of experts; default: tp", None)
     distributed_optimizer: bool = _key("--use-distributed-optimizer", True)
     optimizer_instances: Shares = _key("--num-distributed-optimizer-instances", 1)
+
+    @property
+    def grid(self) -> Grid:
+        """Return the split of a model replica."""
+        etp = self.etp or self.tp
+        return Grid(self.tp, self.cp, self.pp, self.ep, etp, self.optimizer_instances)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,21 +177,6 @@ def _rack(node: int, cluster: Cluster) -> str:
     return f"rack{node * cluster.racks // cluster.nodes}"
 
 
-def data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
-    """Return Megatron's data-parallel group with context parallelism, including the role."""
-    size = parallel.cp * parallel.dp
-    start = role // (parallel.tp * size) * parallel.tp * size + role % parallel.tp
-    return tuple(range(start, start + parallel.tp * size, parallel.tp))
-
-
-def expert_data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
-    """Return Megatron's expert data-parallel group, including the role."""
-    stage = parallel.tp * parallel.cp * parallel.dp
-    stride = (parallel.etp or parallel.tp) * parallel.ep
-    start = role // stage * stage + role % stage % stride
-    return tuple(range(start, role // stage * stage + stage, stride))
-
-
 def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
     chosen = plan.protection
     shards = list(_shards(role, plan, stage))
@@ -205,15 +190,16 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
         steps = step_parts(gradients, _UPDATE_BYTES, role)
     nbytes = extras_capacity_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
     extras = [PartInfo(extras_part(boundary), nbytes, (role,)) for boundary in BOUNDARIES]
-    peers = data_parallel_peers(role, plan.parallel)
+    peers = plan.parallel.grid.data_peers(role, plan.parallel.dp)
     return RoleLayout(role, (*shards, *steps, *extras), peers, slots_of(plan), "")
 
 
 def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]:
     """Yield the shards of the dense optimizer and of the experts' optimizer."""
-    groups = [(stage.dense, data_parallel_peers(role, plan.parallel))]
+    grid, replicas = plan.parallel.grid, plan.parallel.dp
+    groups = [(stage.dense, grid.data_peers(role, replicas))]
     if stage.expert:
-        groups.append((stage.expert, expert_data_parallel_peers(role, plan.parallel)))
+        groups.append((stage.expert, grid.expert_data_peers(role, replicas)))
     for number, (parameters, group) in enumerate(groups):
         name, nbytes = f"shard{number}", parameters * plan.model.state_bytes_per_parameter
         if not plan.parallel.distributed_optimizer:

@@ -147,6 +147,8 @@ def _rows(level: Level) -> tuple[FlagRow, ...]:
 #: all rows of each level, in the order in which they are checked
 REFUSED, READ, SET, ACCEPTED = map(_rows, (Level.REFUSED, Level.READ, Level.SET, Level.ACCEPTED))
 ROWS = (*REFUSED, *READ, *SET, *ACCEPTED)
+#: arguments with which a run cannot have another number of model replicas
+INELASTIC = tuple(_row(Level.REFUSED, row) for row in _TABLES["inelastic"])
 REVIEWED = tuple(FlagFamily(**row) for row in _TABLES["reviewed"])
 UNREVIEWED = tuple(FlagFamily(**row) for row in _TABLES["unreviewed"])
 #: scripts of Megatron-LM that were never run under protection

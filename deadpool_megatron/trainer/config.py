@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from deadpool_megatron.layout.grid import Division
+from deadpool_megatron.planning.model_replicas import Workload
+
 PROGRAM = "deadpool run [options] -- -m deadpool_megatron.trainer"
 # A token is a byte.
 SMALLEST_VOCABULARY = 256
@@ -127,35 +130,18 @@ class TrainerConfig:
         per_stage = self.num_layers // self.pipeline_model_parallel_size
         return per_stage // self.num_layers_per_virtual_pipeline_stage
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model among ``world_size`` ranks. Raises BadArgumentsError."""
-        replica = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        _check_divides(replica, world_size, "ranks", "tensor x pipeline parallel size")
-        return world_size // replica
-
     def num_microbatches(self, world_size: int) -> int:
         """Forward passes per iteration on each rank. Raises BadArgumentsError."""
-        per_pass = self.micro_batch_size * self.data_parallel_size(world_size)
-        noun = "samples of --global-batch-size"
-        _check_divides(per_pass, self.global_batch_size, noun, "micro batch x data parallel size")
-        return self.global_batch_size // per_pass
+        self.check_world_size(world_size)
+        replicas = world_size // Workload.of(self).grid.ranks
+        return self.global_batch_size // (self.micro_batch_size * replicas)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise BadArgumentsError unless the layout fits exactly this many ranks."""
-        data, pipeline = self.data_parallel_size(world_size), self.pipeline_model_parallel_size
-        microbatches = self.num_microbatches(world_size)
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            noun = "micro batches per iteration of the interleaved schedule"
-            _check_divides(pipeline, microbatches, noun, "pipeline parallel size")
-        instances = self.num_distributed_optimizer_instances
-        _check_divides(instances, data, "data-parallel replicas", "optimizer instances")
-        replica = self.tensor_model_parallel_size * self.expert_model_parallel_size * pipeline
-        _check_divides(replica, world_size, "ranks", "tensor x expert x pipeline size")
-
-
-def _check_divides(part: int, whole: int, noun: str, of: str) -> None:
-    if whole % part:
-        raise BadArgumentsError(f"{whole} {noun} are not a multiple of {part}, the {of}")
+        work = Workload.of(self)
+        ranks = Division("", work.grid.ranks, "number of ranks", world_size)
+        if problem := ranks.problem or work.problem(world_size // work.grid.ranks):
+            raise BadArgumentsError(problem)
 
 
 def _problems(c: TrainerConfig) -> Iterator[str]:

@@ -56,6 +56,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         the layout does not fit the world, and DataError for unusable text.
         """
         self.config = config
+        self.arguments = config, config
         self._emit = emit
         torch.use_deterministic_algorithms(True, warn_only=True)
         if not parallel_state.model_parallel_is_initialized():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.megatron import loop_extras
 from deadpool_megatron.megatron.exact_load import exact_load
+from deadpool_megatron.planning.model_replicas import Workload
 from deadpool_megatron.state import extras
 from deadpool_megatron.trainer import megatron_api as mcore
 from deadpool_megatron.trainer.config import BadArgumentsError
@@ -62,14 +63,10 @@ def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
     """Return the own extras, or in a checkpoint of another number of ranks those of the rank with
     the same layers, slices and experts that has the lowest data-parallel rank: such ranks draw the
     same random numbers and count the same sums."""
-    rank, world_size, config = dist.get_rank(), dist.get_world_size(), loop.config
+    rank, world_size, grid = dist.get_rank(), dist.get_world_size(), Workload.of(loop.config).grid
     ranks = extras_file.roles_in(directory) or world_size
     if ranks != world_size:
-        tensor = config.tensor_model_parallel_size
-        replicas = config.data_parallel_size(ranks)
-        replica = parallel_state.get_data_parallel_rank() % config.expert_model_parallel_size
-        replica += replicas * parallel_state.get_pipeline_model_parallel_rank()
-        rank = parallel_state.get_tensor_model_parallel_rank() + tensor * replica
+        rank = grid.donor(rank, world_size // grid.ranks, ranks // grid.ranks)
     own = extras_file.read(directory, rank, ranks)
     if own is None:
         raise BadArgumentsError(f"{directory} has no extras: another program has written it")

@@ -1,37 +1,16 @@
-"""The model and its roles: published sizes, Megatron's split and groups, seats and copies."""
+"""The model and its roles: published sizes, Megatron's split, seats and copies."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from megatron.core.parallel_state import RankGenerator
 
 from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.traffic import place
 from tests.planning.plans import make
 
-ORDER = "tp-cp-ep-dp-pp"
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHAPE = {"parameters": None, "layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 1024}
-
-
-@pytest.mark.parametrize(("tp", "cp", "dp", "pp"), [(2, 1, 4, 2), (2, 2, 2, 3), (1, 1, 8, 2)])
-@pytest.mark.parametrize(("etp", "ep"), [(None, 1), (1, 4), (None, 2)])
-def test_groups_are_megatrons(tp, cp, dp, pp, etp, ep):
-    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp}
-    parallel = make(
-        parallel=sizes, cluster={"nodes": tp * cp * dp * pp, "gpus_per_node": 1}
-    ).parallel
-    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
-    for group in dense.get_ranks("dp-cp"):
-        assert all(shards.data_parallel_peers(rank, parallel) == tuple(group) for rank in group)
-    experts = RankGenerator(
-        tp=etp or tp, ep=ep, dp=tp * cp * dp // (etp or tp) // ep, pp=pp, cp=1, order=ORDER
-    )
-    for group in experts.get_ranks("dp"):
-        assert all(
-            shards.expert_data_parallel_peers(rank, parallel) == tuple(group) for rank in group
-        )
 
 
 @settings(max_examples=40)

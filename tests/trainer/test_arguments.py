@@ -43,23 +43,23 @@ def test_a_bad_line_costs_one_line_and_status_2(line, capsys):
 @pytest.mark.parametrize(
     ("line", "ranks", "problem"),
     [
-        ("--pipeline-model-parallel-size 2", 3, "3 ranks are not a multiple of 2"),
-        ("--global-batch-size 6", 4, "6 samples of --global-batch-size"),
+        ("--pipeline-model-parallel-size 2", 3, "ranks \\(3\\) is no multiple of 2"),
+        ("--global-batch-size 6", 4, "--global-batch-size \\(6\\) is no multiple of 4"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
             " --global-batch-size 6",
             4,
-            "3 micro batches per iteration",
+            "schedule cannot run 3 micro-batches",
         ),
         (
             "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
             4,
-            "4 data-parallel replicas",
+            "dp x cp \\(4\\) is no multiple of 3",
         ),
         (
             "--num-experts 4 --expert-model-parallel-size 4 --global-batch-size 6",
             6,
-            "6 ranks are not a multiple of 4",
+            "dp / etp \\(6\\) is no multiple of 4",
         ),
     ],
 )

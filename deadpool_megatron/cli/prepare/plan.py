@@ -22,6 +22,7 @@ from deadpool_megatron.observe.story import Story
 from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
 from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
+from deadpool_megatron.planning.model_replicas import describe
 from deadpool_megatron.planning.sections import SECTIONS, PlanError, read_plan
 
 _EPILOGUE = """\
@@ -85,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer, allow_nan=False))
         return 0
     print("\n".join(_describe(name, found, f"{swap:.1f} s{source}")))
+    if args.args is not None:
+        cluster, tokens = plan.cluster, args.args.read_text("utf-8").split()
+        world_size = cluster.nodes * cluster.gpus_per_node
+        print(describe(tokens, world_size, cluster.gpus_per_node, plan.protection.scheme))
     if args.file is None:
         assumed = ", ".join(f"{key} {value}" for key, value in ASSUMED.items())
         print(f"assumed of the cluster (--set cluster.KEY=VALUE): {assumed}")

@@ -13,13 +13,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 from pathlib import Path
 
 from deadpool_megatron import arguments, file_systems
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.planning.assessment import assess
+from deadpool_megatron.planning.model_replicas import Workload, describe
 from deadpool_megatron.planning.sections import read_plan
 from deadpool_megatron.planning.traffic import GIGA
 from deadpool_megatron.preflight.host import visible_gpus
@@ -55,20 +56,12 @@ def choose(
 ) -> Size | None:
     """Return the size of a run on a host with ``gpus``, with parts of it given; None if none fits.
     Pure, except that it reads argument files that the command names."""
-    found = flags.named_arguments(list(_tokens(command)))
-
-    def size(name: str, default: int = 1) -> int:
-        value = getattr(found, name, default)
-        return value if type(value) is int and value > 0 else default
-
-    tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-    replica = tp * pp * size("context_parallel_size")
-    experts = size("expert_tensor_parallel_size", tp) * size("expert_model_parallel_size") * pp
-    unit, batch = lcm(replica, experts), size("global_batch_size", 0) // size("micro_batch_size")
-    spare = (1 if nodes is None else 0) if spares is None else spares
+    work = Workload.of(flags.named_arguments(list(_tokens(command))))
+    replica, spare = work.grid.ranks, (1 if nodes is None else 0) if spares is None else spares
+    unit = replica * work.grid.unit
 
     def fits(size: Size) -> bool:
-        is_divided = size.roles % unit == 0 and batch % max(1, size.roles // replica) == 0
+        is_divided = size.roles % unit == 0 and not work.problem(size.roles // replica)
         return is_divided and (not gpus or (size.nodes + spare) * size.processes <= gpus)
 
     counts = range(1, gpus + 1) if gpus else range(2, max(2, unit) + 1)
@@ -100,6 +93,13 @@ def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
         for name in missing
         for word in (f"--{name.replace('_', '-')}", getattr(args, name))
     ]
+
+
+def sizes_line(command: Sequence[str], roles: int, processes: int, settings: Settings) -> str:
+    """Return a line with the sizes that a run can have, as far as its command shows them."""
+    tokens = list(_tokens(command))
+    is_shown = FLAG in tokens or "--global-batch-size" in tokens
+    return describe(tokens, roles, processes, settings.protection) if is_shown else ""
 
 
 def advice(gpus: int, command: Sequence[str]) -> str:

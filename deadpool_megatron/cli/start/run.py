@@ -127,6 +127,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     named = args.deadpool_persist_interval != "auto"
     if settings.persist_interval in NEVER and (named or chosen):
         display.line("checkpoints in the background are off: a power cut loses the state in memory")
+    if line := defaults.sizes_line(command, info.world_size, info.nproc_per_node, info.settings):
+        display.line(line)
     if restart is None:
         copy_frozen_weights(args.resume, directory, info.restore)
         copy_notes(args.resume, directory)

@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.failures import FailureKind, process_name
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.preflight.eligibility import HostFacts
 
 
@@ -117,9 +118,11 @@ class MemberWarm(OfMember):
 
 @dataclass(frozen=True)
 class MemberRegistered(OfMember):
-    """The report of a member that it has built, and that its vault knows its segment."""
+    """The report of a member that it has built, and that its vault knows its segment. ``sizes``:
+    those of the program, None if it does not know them."""
 
     layout: RoleLayout
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
         epoch.close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
         return
     memory.layouts[role] = layout
+    memory.add_sizes(event.sizes)
 
 
 def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.RoleLayout) -> None:

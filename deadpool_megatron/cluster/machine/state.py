@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import common_layouts, is_kept
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
 
@@ -157,12 +158,21 @@ class Fleet:
 class Memory:
     """Contents of the memory of the nodes, as far as reported. ``promised``: inventories of the
     last close. ``found``: contents of the memory of nodes that no record names yet. ``layouts``:
-    how roles lay out their state; ``inherited``: roles whose layout is known from memory alone."""
+    how roles lay out their state; ``inherited``: roles whose layout is known from memory alone.
+    ``sizes``: those of the program, None as long as no member has reported any."""
 
     promised: dict[int, records.Inventory] = field(default_factory=dict)
     found: dict[int, records.Inventory] = field(default_factory=dict)
     layouts: dict[int, records.RoleLayout] = field(default_factory=dict)
     inherited: frozenset[int] = frozenset()
+    sizes: Sizes | None = None
+
+    def add_sizes(self, sizes: Sizes | None) -> None:
+        """Note the sizes that a member reports: those with the fewest numbers count, as state of
+        some roles may allow less."""
+        known = self.sizes
+        if sizes and (known is None or len(sizes.replicas) < len(known.replicas)):
+            self.sizes = sizes
 
     @property
     def held(self) -> dict[int, records.Inventory]:

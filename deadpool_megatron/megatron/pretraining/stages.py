@@ -8,14 +8,15 @@ numbers of its layers shifted. Only the optimizer is made again, for its shard l
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from deadpool_megatron.layout.grid import Coordinates
+from deadpool_megatron.planning.model_replicas import Workload
 
 # Settings that make a layer depend on its number in the whole model (transformer_config.py): with
 # any of them, stages with other numbers are of other classes.
@@ -31,34 +32,10 @@ _BY_NUMBER = (
 )
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """A role's ranks along the dimensions that decide over its model."""
-
-    tensor: int
-    context: int
-    pipeline: int
-    expert: int
-    expert_tensor: int
-
-
 def coordinates(args: Any, role: int) -> Coordinates:
-    """Return the coordinates of ``role``, from Megatron's validated arguments.
-
-    As parallel_state.py, RankGenerator: a mixed-radix number, the first dimension of the order
-    counting fastest; experts have an order of their own.
-    """
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    etp, ep = args.expert_tensor_parallel_size or tp, args.expert_model_parallel_size
-    sizes = {"tp": tp, "cp": args.context_parallel_size, "ep": 1, "pp": pp}
-    sizes["dp"] = args.world_size // math.prod(sizes.values())
-    dense = _digits(role, order, sizes)
-    sizes = {"tp": etp, "cp": 1, "ep": ep, "pp": pp, "dp": args.world_size // (etp * ep * pp)}
-    experts = _digits(role, order, sizes)
-    return Coordinates(
-        dense["tp"], dense["cp"], dense["pp"], expert=experts["ep"], expert_tensor=experts["tp"]
-    )
+    """Return the coordinates of ``role``, from Megatron's validated arguments."""
+    grid = Workload.of(args).grid
+    return grid.coordinates(role, args.world_size // grid.ranks)
 
 
 def stage_class(args: Any, config: Any, role: int) -> str:
@@ -143,14 +120,6 @@ def renumber_buckets(model_chunks: list[Any]) -> None:
             shards = getattr(group, "intra_distributed_optimizer_instance_group", None)
             if shards is not None:
                 group.intra_distributed_optimizer_instance_rank = shards.rank()
-
-
-def _digits(role: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
-    found = {}
-    for name in order.split("-"):
-        found[name] = role % sizes[name]
-        role //= sizes[name]
-    return found
 
 
 def _chunks(args: Any) -> list[int | None]:

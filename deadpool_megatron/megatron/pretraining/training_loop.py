@@ -33,6 +33,7 @@ from deadpool_megatron.megatron.pretraining.newest_iteration import NewestIterat
 from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
+from deadpool_megatron.support.flags import named_arguments
 
 # Of Megatron's arguments: the positions in the data.
 _POSITIONS = (*newest_iteration.POSITIONS, "consumed_valid_samples")
@@ -60,6 +61,7 @@ class PretrainLoop(MegatronLoop):
         from megatron.training import get_args
 
         self._args = args = get_args()
+        self.arguments = args, named_arguments(sys.argv)
         self.loaded = loaded_checkpoint(args, args.iteration)
         self.build = build
         self.role = args.rank

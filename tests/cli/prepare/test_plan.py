@@ -33,7 +33,7 @@ def test_plan_refuses_a_batch_that_megatron_refuses(carry_out):
     assert carry_out(*given, "4")[0] == 0
     status, _, errors = carry_out(*given, "3")
     assert (status, len(errors.splitlines())) == (2, 1)
-    assert "--global-batch-size 2048 is no multiple of 12" in errors
+    assert "--global-batch-size (2048) is no multiple of 12" in errors
 
 
 @pytest.mark.parametrize("name", CONFIGS)

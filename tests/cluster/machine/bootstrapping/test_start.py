@@ -4,6 +4,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.layout.records import Restore, Seat
+from deadpool_megatron.layout.sizes import Sizes
 from tests.cluster.machine.rig import Phase, Rig, g, layout
 
 
@@ -88,6 +89,13 @@ def test_run_begins_with_the_iteration_that_all_roles_have_loaded(loaded, status
         finish = rig.only(act.Finish)
         assert finish.exit_status == status
         assert finish.reason.startswith("roles loaded different checkpoints")
+
+
+def test_machine_keeps_the_fewest_sizes_that_members_report():
+    rig, sizes = Rig().run(), [Sizes(1, (1, 2)), None, Sizes(1, (2,), "no room"), Sizes(1, (1, 2))]
+    for found in sizes:
+        rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, 2), found))
+    assert rig.state.memory.sizes == sizes[2]
 
 
 def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory():
