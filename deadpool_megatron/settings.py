@@ -229,6 +229,8 @@ class Settings:
     dscp: int = _fixed(0)
     #: priority of the vault's processes below training's (0 to 19)
     vault_nice: int = _fixed(5)
+    #: role of rank 0 at full size
+    first_role: int = _fixed(0)
     #: process restarts on one node within ten minutes before the node is given up
     restarts_in_place: int = _fixed(20)
 

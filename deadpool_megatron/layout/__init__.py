@@ -1,5 +1,6 @@
 """Roles, failure domains, placement of copies, and the records of decisions. Pure; no torch.
 
+ranks          the number of a role: its rank, and the size of its run
 records        facts for decisions, and the decision itself; which iterations are protected
 descriptions   the name of a group of roles, and the meaning of a role's bytes, for users
 history        facts about the run so far for a coordinator that takes over

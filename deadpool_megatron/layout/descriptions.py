@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from deadpool_megatron.layout.ranks import first_role
 from deadpool_megatron.layout.records import RoleLayout
 
 #: separates the facts in a meaning
@@ -36,18 +37,19 @@ def in_short(roles: Sequence[int]) -> str:
 
 
 def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
-    """Return the roles of ``known`` in the group with this name; none for a name without roles, or
-    with more roles than there are."""
+    """Return the roles of ``known`` in the group with this name, whose numbers are ranks; none for
+    a name without ranks, or with more than there are roles."""
     _, bracket, rest = name.rpartition("(")
     if not bracket or not rest.endswith(")"):
         return ()
     found: list[int] = []
+    first = first_role(min(known, default=0))
     try:
         for run in map(_read_run, rest[:-1].split(",")):
             # A damaged name, or another version's, must not exhaust the coordinator's memory.
             if len(run) > len(known):
                 return ()
-            found += [role for role in run if role in known]
+            found += [first + rank for rank in run if first + rank in known]
             if len(found) > len(known):
                 return ()
     except (ValueError, OverflowError):  # a range may be longer than the maximum of ``len``

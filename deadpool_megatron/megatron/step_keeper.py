@@ -75,13 +75,13 @@ class StepKeeper(UpdateCapture):
         self._views = SlotViews()
         self.begin(wanted=False)
 
-    def layout_parts(self, role: int) -> list[records.PartInfo]:
+    def layout_parts(self, rank: int) -> list[records.PartInfo]:
         """Return the parts that a slot needs for steps."""
         infos = {
             shard.name: records.PartInfo(part.name, part.nbytes, part.replicas)
             for shard, part in zip(self._shards, self.gradients, strict=True)
         }
-        return step_parts(infos, self._capacity, role)
+        return step_parts(infos, self._capacity, rank)
 
     def begin(self, *, wanted: bool) -> None:
         """Begin an epoch, whose plan wants steps or does not."""

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.megatron import optimizer
 from deadpool_megatron.megatron.loop import MegatronLoop
@@ -128,7 +129,7 @@ class _Maker:
             layout_hash=self._layout.layout_hash,
             pieces=tuple(pieces),
             objects=objects,
-            common=common if self._layout.role == 0 else None,
+            common=common if rank_of(self._layout.role) == 0 else None,
         )
 
     # Where bytes lie.

@@ -22,6 +22,7 @@ from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.failures import FailureKind, kind_of_end
 from deadpool_megatron.layout.gradient_chain import REPLAY
 from deadpool_megatron.layout.memory_needs import extras_capacity_bytes, node_needs
+from deadpool_megatron.layout.ranks import first_role, rank_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.layout.sizes import fixed_by_scheme
@@ -173,7 +174,7 @@ class EpochEntry:
         """Connect every group of the epoch."""
         limit = self.settings.rebuild_seconds
         store = EpochStore(self._link.store, record.epoch, limit)
-        self.communicators.attach(record.epoch, store, role, deadline_seconds=limit)
+        self.communicators.attach(record.epoch, store, rank_of(role), deadline_seconds=limit)
         if record.restore.kind == "initial":
             self._make_loop()
 
@@ -253,7 +254,7 @@ class EpochEntry:
             # segments that the checkpoint includes.
             self.protection.complete(self.capture_extras(), self.boundary)
             self.protection.begin_from(self.generation, self.boundary)
-        if record.restore.kind == "initial" and role == 0:
+        if record.restore.kind == "initial" and rank_of(role) == 0:
             k = self.generation.iteration
             if (path := self.program.loaded_checkpoint(k)) is not None:
                 where = {"temporary": str(path), "final": str(path), "loaded": True}
@@ -322,20 +323,20 @@ class EpochEntry:
         if not found.is_overridden:
             advice = f"give the former, or {found.override_flag} as well"
             raise OtherModel("", f"{found.text}: {advice}")
-        if self.role == 0:
+        if rank_of(self.role) == 0:
             self._warn(f"{found.text}, which counts ({found.override_flag})")
 
     def _extras_of(self, checkpoint: Path) -> dict[str, Any]:
         """Return the extras of this role in a checkpoint's folder; empty if there are none for it:
         then the state is that of the program's own load. Raises RestoreFailed."""
         try:
-            found = extras_file.read(checkpoint, self.role, dist.get_world_size())
+            found = extras_file.read(checkpoint, rank_of(self.role), dist.get_world_size())
             values = extras_codec.decode(found) if found else {}
         except (OSError, extras_file.ExtrasFileError, extras_codec.ExtrasError) as error:
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {error}") from error
         if values.get("identity") == self._identity:
             return values
-        if self.role == 0:
+        if rank_of(self.role) == 0:
             self._warn(
                 f"{checkpoint} has no extras of these roles: what its format does not hold"
                 " (random states of data-parallel ranks above 0, running sums) is not restored"
@@ -407,7 +408,7 @@ class EpochEntry:
 
     def _make_groups(self, role: int, world_size: int) -> None:
         self._drop()
-        os.environ["RANK"] = str(role)
+        os.environ["RANK"] = str(rank_of(role))
         os.environ["WORLD_SIZE"] = str(world_size)
         self.communicators.detach()
         self.program.make_groups()
@@ -415,16 +416,17 @@ class EpochEntry:
 
     def _renumber(self, role: int) -> bool:
         """Take ``role`` with the objects of another role of its class; False if they do not fit."""
-        loop = self.loop
-        if not self.program.serves(loop, role):
+        loop, rank = self.loop, rank_of(role)
+        # At another size the groups and the cut of the optimizer are others, whatever the rank.
+        if first_role(role) != first_role(self.role) or not self.program.serves(loop, rank):
             return False
         try:
-            self.communicators.renumber(role)
+            self.communicators.renumber(rank)
         except ValueError:
             return False
         self.protection.close()
         self.built.framework.release()
-        os.environ["RANK"] = str(role)
+        os.environ["RANK"] = str(rank)
         self.role = role
         with self.communicators.reusing_groups():
             self._protect(self.program.renumber(loop, self.reports.emit))
@@ -457,7 +459,7 @@ class EpochEntry:
             framework.peers,
             framework.slots + settings.max_lag,
             meaning,
-            updates.layout_parts(self.role),
+            updates.layout_parts(rank_of(self.role)),
         )
         publish_template(framework.template(layout), settings, self._link.place.segments)
         protection = Protection(
@@ -473,7 +475,8 @@ class EpochEntry:
             updates=updates,
         )
         before, after, audit = [protection.before_update], [protection.after_update], None
-        if settings.audit_interval:
+        # With fewer model replicas than at the start none may be left to compare with.
+        if settings.audit_interval and (len(framework.peers) > 1 or not first_role(self.role)):
             audit = framework.audit(
                 self._vault, settings.audit_interval, protection.await_committed, self.reports
             )

@@ -14,6 +14,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.member.entry import EpochEntry
 from deadpool_megatron.member.loop import SteppedLoop, StepRunner
@@ -100,7 +101,7 @@ class EpochRunner(StepRunner):
         run()
         self._communicators.finish_iteration()
         self.check()
-        if self._reports.role == 0:  # as all roles wait for each other
+        if rank_of(self._reports.role) == 0:  # as all roles wait for each other
             values = {"boundary": boundary, "seconds": time.monotonic() - began}
             self._reports.send_event(Kind.SEGMENT, self.generation.iteration, values)
         protection = self._entry.protection

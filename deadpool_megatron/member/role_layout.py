@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.ranks import first_role
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.shard_map import ShardMap
 from deadpool_megatron.state.parts import Part
@@ -21,7 +22,8 @@ def role_layout(
     meaning: str,
     step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
-    """Return the layout of a role's generations.
+    """Return the layout of a role's generations. Frameworks know ranks: replicas of parts and
+    ``peers`` are ranks, and become roles of the size of ``role`` here.
 
     ``extras_capacity_bytes``: for the extras at each boundary. It is not in the hash, so that a run
     can continue with another capacity. ``step_parts``: for updates, if the scheme keeps them.
@@ -30,7 +32,15 @@ def role_layout(
     # The gradients of a part are those of the same parameters.
     identities |= {records.gradients_part(name): identity for name, identity in identities.items()}
     found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
-    infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
+    first = first_role(role)
+    infos = [
+        replace(
+            info,
+            replicas=tuple(first + rank for rank in info.replicas),
+            identity=identities.get(info.name, ""),
+        )
+        for info in found
+    ]
     digest = hashlib.sha256(meaning.encode())
     for info in infos:
         digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
@@ -43,7 +53,7 @@ def role_layout(
     return RoleLayout(
         role=role,
         parts=(*infos, *extras),
-        peers=tuple(sorted(peers)),
+        peers=tuple(sorted(first + rank for rank in peers)),
         slots=slots,
         layout_hash=digest.hexdigest(),
         meaning=meaning,

@@ -35,6 +35,7 @@ from deadpool_megatron.cluster.process.program import LOADED_PROGRAM
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind, kind_of_end
+from deadpool_megatron.layout.ranks import first_role, rank_of
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.member.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.member.epoch_runner import EpochRunner
@@ -154,7 +155,7 @@ class Session:
                 try:
                     self._take_seat(record, role)
                 except SystemExit as stop:
-                    if role and stop.code in (None, 0):
+                    if rank_of(role) and stop.code in (None, 0):
                         # All roles end so. The reason is in the log of role 0, which must be the
                         # first to end.
                         self._ends_within(record.epoch, self._settings.close_seconds)
@@ -164,19 +165,21 @@ class Session:
     def _wait_as_spare(self, record: EpochRecord) -> None:
         """Build in a provisional role without peers, and wait for a role.
 
-        The model is built once and kept over any number of epochs, so that it is ready when needed.
+        The model is built once and kept over epochs with this number of model replicas, so that it
+        is ready when needed.
         """
         reports, entry = self._reports, self._built
         reports.record = None
-        if not entry.is_built:
+        first = first_role(min(record.seats))
+        if not entry.is_built or first_role(entry.role) != first:
             if not self._await_turn(record):
                 return
             reports.section = "build"
             world_size = len(record.seats)
-            role = self._provisional_role % world_size
+            rank = self._provisional_role % world_size
             if not self._is_restarted_in(record):
-                role = entry.program.provisional_role(role, world_size)
-            entry.build_detached(role, world_size)
+                rank = entry.program.provisional_role(rank, world_size)
+            entry.build_detached(first + rank, world_size)
             self._compare_program(record)
             entry.warm_up()
             self._communicators.warm()

@@ -37,7 +37,7 @@ class UpdateCapture:
 
     gradients: Sequence[Part] = ()
 
-    def layout_parts(self, role: int) -> Sequence[PartInfo]:
+    def layout_parts(self, rank: int) -> Sequence[PartInfo]:
         """Return the parts that a slot needs for this data."""
         return ()
 

@@ -30,6 +30,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.posix import die_with_parent
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import write_text
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
 from deadpool_megatron.persist import torch_dist
@@ -77,7 +78,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
         failpoints.hit("persist.write", role=snapshot.role, iteration=snapshot.generation.iteration)
         source = torch_dist.GenerationSource(snapshot, RunDirectory(Path(job["run_dir"])).frozen)
         index = torch_dist.write_role(template, source, directory)
-        torch_dist.write_extras(source, directory, snapshot.role, len(roles))
+        torch_dist.write_extras(source, directory, rank_of(snapshot.role), len(roles))
         if snapshot.role == roles[0]:
             joins, common = True, torch_dist.filled(template.common, source)
         # Renamed into place, so that the process that joins never reads half of it.

@@ -27,6 +27,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import _internals as sharding_spec
 from torch.distributed.checkpoint import filesystem, metadata as dcp
 
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import extras_part
 from deadpool_megatron.state import frozen_file, template
 from deadpool_megatron.state.extras import ExtrasError, decode
@@ -138,9 +139,9 @@ def _save(value: Any, target: _Counted) -> None:
     torch.save(value, cast(BinaryIO, target))
 
 
-def file_name(role: int) -> str:
-    """Return Megatron's name of the role's file."""
-    return f"__{role}_0.distcp"
+def file_name(rank: int) -> str:
+    """Return Megatron's name of the file of a rank."""
+    return f"__{rank}_0.distcp"
 
 
 def write_role(
@@ -150,7 +151,7 @@ def write_role(
 
     Raises WritingError, also where a number is not finite, and OSError.
     """
-    path = directory / file_name(recipe.role)
+    path = directory / file_name(rank_of(recipe.role))
     tensors: list[list[Any]] = []
     objects: list[list[Any]] = []
     with _checked(path) as counted:
@@ -171,9 +172,9 @@ def write_role(
     return {**facts, "tensors": tensors, "objects": objects}
 
 
-def write_extras(source: GenerationSource, directory: Path, role: int, roles: int) -> None:
-    """Write the role's extras next to the checkpoint. Raises WritingError, OSError."""
-    with _checked(extras_file.path_in(directory, role, roles)) as counted:
+def write_extras(source: GenerationSource, directory: Path, rank: int, roles: int) -> None:
+    """Write the extras of a rank next to the checkpoint. Raises WritingError, OSError."""
+    with _checked(extras_file.path_in(directory, rank, roles)) as counted:
         counted.write(extras_file.with_checksum(source.encoded_extras))
 
 

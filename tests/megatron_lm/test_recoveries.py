@@ -4,6 +4,7 @@ import pytest
 
 from tests.faults.harness import jobs
 from tests.faults.harness.jobs import assert_unnoticed, restart_kinds, run_program, undisturbed
+from tests.faults.harness.numbers import SHIFTED, assert_equal_ranks, shifted
 from tests.megatron_lm.harness import runs
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
@@ -99,6 +100,19 @@ def test_start_from_a_checkpoint_is_no_failure(tmp_path):
     assert_unnoticed(loaded, undisturbed(runs.gpt(**runs.BASE)), plan, after=3)
     assert restart_kinds(loaded) == ["initial"]
     assert not loaded.of_kind("epoch-closed"), loaded.story()
+
+
+def test_numbers_from_a_million_change_nothing(tmp_path):
+    """With saves, exports, and the loss of a node in and after the update."""
+    program = runs.gpt(**runs.BASE)
+    plan = shifted(
+        [runs.dies("inside", "optimizer.inside", 2, 5), runs.dies("end", "log.end", 0, 9)]
+    )
+    settings = f"{SHIFTED} --deadpool-persist-interval 4"
+    found = run_program(tmp_path / "run", program, plan, spares=2, settings=settings)
+    assert_equal_ranks(found, undisturbed(program), plan)
+    assert restart_kinds(found)[1:] == ["memory"] * 2
+    assert found.of_kind("durable"), found.story()
 
 
 def test_no_spare_left_dumps_and_resumes(tmp_path):

@@ -8,6 +8,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resume
 from deadpool_megatron.cluster.coordinator.succession import valid_checkpoints
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import template
 from tests.persist.harness.exported import exported, saved_at
@@ -31,7 +32,7 @@ def test_damaged_pointer_to_the_newest_checkpoint_is_reported(tmp_path, name, va
     run.latest.write_text(json.dumps({"valid": [values]}))
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
         valid_checkpoints(run)
-    assert resume.saved_states(run, INFO, None) == ([], [f"{run.latest} is damaged"])
+    assert resume.saved_states(run, INFO, range(2), History()) == ([], [f"{run.latest} is damaged"])
     final = exported(run, tmp_path / "exports", 8)
     assert [restore.path for restore in valid_checkpoints(run)] == [str(final)]
 
@@ -40,7 +41,7 @@ def test_unreadable_pointer_to_the_newest_checkpoint_is_reported(tmp_path):
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
-        resume.saved_states(run, INFO, None)
+        resume.saved_states(run, INFO, range(2), History())
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError, StatusPoller
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
+from deadpool_megatron.cluster.agent.process import dump_orphans, last_record
 from deadpool_megatron.cluster.coordinator.new_checkpoint import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.process import program
@@ -70,18 +70,19 @@ def resume_point(
     info = old.read_run()
     refuse_while_training(old, info, "--resume")
     roles = args.nodes * args.nproc_per_node
-    history: History | None = None
+    history, known = History(), [*range(info.world_size)]
     dump, reasons = None, list[str]()
     try:
-        history = last_history(old)
+        if (record := last_record(old)) is not None:
+            history, known = record.history, sorted(record.seats)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         reasons = [str(error)]
     else:
-        dump, reasons = _newest_dump(old, info, history.kept, peers)
-    durable, problems = saved_states(old, info, history)
-    if info.world_size != roles:
-        return _for_other_roles(old, info.world_size, roles, dump, durable)
+        dump, reasons = _newest_dump(old, info, known, history.kept, peers)
+    durable, problems = saved_states(old, info, known, history)
+    if len(known) != roles:
+        return _for_other_roles(old, len(known), roles, dump, durable)
     if dump is None and not durable:
         text = "; ".join([*problems, *reasons[:3]])
         state = "has no durable state"
@@ -151,10 +152,10 @@ def _for_other_roles(
 
 
 def saved_states(
-    old: RunDirectory, info: RunInfo, history: History | None
+    old: RunDirectory, info: RunInfo, roles: Collection[int], history: History
 ) -> tuple[list[Restore], list[str]]:
-    """Return the usable checkpoints and dumps of the run, best first, and the problems of others.
-    The state from which the run itself began comes last."""
+    """Return the usable checkpoints and dumps of the run with these roles, best first, and the
+    problems of others. The state from which the run itself began comes last."""
     problems = list[str]()
     try:
         noted = run_files.read_valid(old.latest)
@@ -171,7 +172,7 @@ def saved_states(
     noted = (*newer, *noted, *found[len(newer) :])
     known = {state.path for state in noted}
     first = [state for state in info.restore if state.path not in known]
-    good, roles = list[Restore](), range(info.world_size)
+    good = list[Restore]()
     for state in (*noted, *first):
         problem = _problem_of(state, roles, history if state in noted else None)
         if problem:
@@ -238,19 +239,23 @@ def dump_remaining_memory(old: RunDirectory) -> None:
     """
     info = old.read_run()
     try:
-        kept = last_history(old).kept
+        record = last_record(old)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
     else:
-        _dump_memory(old, info, kept)
+        _dump_memory(old, info, {} if record is None else record.history.kept)
 
 
 def _newest_dump(
-    old: RunDirectory, info: RunInfo, kept: Mapping[int, int], peers: PeerAgents | None
+    old: RunDirectory,
+    info: RunInfo,
+    roles: Collection[int],
+    kept: Mapping[int, int],
+    peers: PeerAgents | None,
 ) -> tuple[Restore | None, list[str]]:
     _dump_memory(old, info, kept)
     if peers is None:
-        return newest_whole(old.dump, range(info.world_size), kept)
+        return newest_whole(old.dump, roles, kept)
     peers.report_done()
     written, limit, is_reported = -1, 0.0, False
     while True:
@@ -259,7 +264,7 @@ def _newest_dump(
         if written != before:
             limit = time.monotonic() + peers.wait_seconds
         is_last_poll = peers.are_done() or time.monotonic() > limit
-        dump, reasons = newest_whole(old.dump, range(info.world_size), kept)
+        dump, reasons = newest_whole(old.dump, roles, kept)
         if is_last_poll or (dump is not None and not reasons):
             return dump, reasons
         if not is_reported:

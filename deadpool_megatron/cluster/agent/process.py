@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.run_directory import cleanup, directory as run_fi
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import host
 from deadpool_megatron.process_names import set_process_name
@@ -74,11 +73,10 @@ def run_agent(options: AgentOptions) -> int:
     return code
 
 
-def last_history(run: RunDirectory) -> History:
-    """Return the history in the newest record of a run, with the kept lineages: lineage -> last
-    iteration that was not abandoned. Raises JournalError."""
+def last_record(run: RunDirectory) -> EpochRecord | None:
+    """Return the newest record of a run. Raises JournalError."""
     newest = Journal(run.journal).newest("epoch")
-    return History() if newest is None else EpochRecord.from_dict(newest[1]).history
+    return None if newest is None else EpochRecord.from_dict(newest[1])
 
 
 def dump_orphans(

@@ -34,6 +34,7 @@ from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.memory_needs import refusal as plan_refusal
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.schemes import describe_plan
 
@@ -128,8 +129,9 @@ class Commands:
         of = int(message["number"])
         order: dict[str, Any] = {"t": "signal-part", "part": part, "signal": name}
         if part == "role":
-            if (seat := state.seats.get(of)) is None:
-                return _refused(f"there is no role {of} (there are 0 to {len(state.seats) - 1})")
+            seats = {rank_of(role): seat for role, seat in state.seats.items()}
+            if (seat := seats.get(of)) is None:
+                return _refused(f"there is no role {of} (there are 0 to {len(seats) - 1})")
             of = seat.node
             order |= {"slot": seat.local_rank, "incarnation": seat.incarnation}
         elif reason := not_connected(state, of):
@@ -388,8 +390,8 @@ class PacedStatus:
 
 
 def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:
-    """Return the status: epoch, phase, waiting_for, iteration, roles, nodes, spares, failing (the
-    failure of the current recovery), refusals, and more. The past is in the events.
+    """Return the status: epoch, phase, waiting_for, iteration, roles (by rank), nodes, spares,
+    failing (the failure of the current recovery), refusals, and more. The past is in the events.
     """
     record = state.record
     beats, current = role_beats(state, peers), state.recoveries.current
@@ -399,7 +401,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
     roles: dict[str, Any] = {}
     for role, seat in sorted(state.seats.items()):
         beat = beats.get(role, {})
-        roles[str(role)] = {
+        roles[str(rank_of(role))] = {
             "seat": seat.to_list(),
             "section": beat.get("section", "unknown"),
             "iteration": beat.get("iteration"),
@@ -437,7 +439,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         "failing": failing,
         "protection": "" if record is None else describe_plan(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
-        "fewer_copies": sorted(exposed_roles(state)),
+        "fewer_copies": sorted(map(rank_of, exposed_roles(state))),
         "refusals": peers.refusals,
         "diverged": progress.diverged,
     }

@@ -80,7 +80,8 @@ class Machine(Core):
     exception in :meth:`handle` the machine is half changed and must not be used any more."""
 
     def __init__(self, config: states.Config, now: float) -> None:
-        planned = {r: Seat(*divmod(r, config.nproc), 0) for r in range(config.world_size)}
+        first, ranks = config.settings.first_role, range(config.world_size)
+        planned = {first + rank: Seat(*divmod(rank, config.nproc), 0) for rank in ranks}
         saved = (config.start, *config.older) if config.start.kind != "initial" else ()
         state = states.State(
             states.Bootstrapping(now + config.settings.start_seconds),

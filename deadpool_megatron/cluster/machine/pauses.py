@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import next_due
 from deadpool_megatron.layout.schemes import format_plan
 
@@ -140,7 +141,7 @@ def note_done(core: Core, event: inputs.MemberDone) -> None:
     role, phase_state = core.sender_role(event), core.state.phase_state
     if role is not None and isinstance(phase_state, Entering | Running | Pausing):
         phase_state.done.add(role)
-        if role == 0:  # the others were given no reason
+        if rank_of(role) == 0:  # the others were given no reason
             core.state.early, core.state.unsaved = event.early, event.unsaved
         epoch.check_done(core)
         check_paused(core)

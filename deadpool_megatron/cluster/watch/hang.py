@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Any
 
 from deadpool_megatron.layout.descriptions import roles_in
+from deadpool_megatron.layout.ranks import first_role
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.forms import Listed, read
@@ -291,6 +292,7 @@ class HangLimit:
         self._longest = 0.0
         self._seen = 0
         self._iteration = -1
+        self._size = 0
         self._since: float | None = None
 
     @property
@@ -302,8 +304,12 @@ class HangLimit:
 
     def look(self, statuses: Mapping[int, RoleStatus], now: float) -> None:
         """Take the statuses of all roles at the time ``now``. A step in which a role was in another
-        section (evaluation, a save, the gate) is not measured; nor is the first step.
+        section (evaluation, a save, the gate) is not measured; nor is the first step. Steps with
+        fewer model replicas are longer: with another number of them it learns again.
         """
+        size = first_role(min(statuses, default=0))
+        if size != self._size:
+            self._size, self._longest, self._seen = size, 0.0, 0
         iteration = max((status.iteration for status in statuses.values()), default=-1)
         usual = all(status.section == STEP for status in statuses.values())
         if not usual or iteration < self._iteration:

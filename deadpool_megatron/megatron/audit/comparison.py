@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.ranks import first_role
 from deadpool_megatron.megatron.loop import MegatronLoop
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.member.role_reports import RoleReports
@@ -218,7 +219,12 @@ class Auditor:
         this iteration has no generation."""
         if mismatch is None:
             return
-        roles, subject, certain = list(mismatch.roles), mismatch.subject, mismatch.is_certain
+        first, subject, certain = (
+            first_role(self._reports.role),
+            mismatch.subject,
+            mismatch.is_certain,
+        )
+        roles = [first + rank for rank in mismatch.roles]
         facts = {"iteration": self._iteration, "roles": roles, "certain": certain, "what": subject}
         self._reports.send("audit-failed", **facts)
         reason = f"{subject} in iteration {self._iteration} differ, roles {roles}"

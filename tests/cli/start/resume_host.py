@@ -1,6 +1,7 @@
 """A host whose agent resumes a run, for calls/resume.txt."""
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from deadpool_megatron.cli.start import resume
 from deadpool_megatron.cli.start.resume import PeerAgents, resume_point
 from deadpool_megatron.cluster.run_directory import directory as run_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
@@ -38,6 +40,10 @@ class Host:
     def notes(self, *states: Restore) -> None:
         """What the run has said last."""
         run_files.write_json(self.old.latest, {"valid": [one.to_dict() for one in states]})
+
+    def record(self, history: History, roles: Collection[int] = range(2)) -> EpochRecord:
+        seats = {role: Seat(number, 0, 0) for number, role in enumerate(roles)}
+        return EpochRecord(2, seats, {}, self.state("initial", 0), history=history)
 
     def resumes(self, others: PeerAgents | None = None) -> list[str]:
         found = resume_point(self.old, self.args, others)

@@ -38,6 +38,8 @@ class _Stands(Exception):
 class _Reports:
     """In place of those of a role."""
 
+    role = 0
+
     def __init__(self) -> None:
         self.lines: list[str] = []
 

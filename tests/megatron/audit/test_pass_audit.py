@@ -48,7 +48,7 @@ class Rig:
         self.reported: list[str] = []
         self.noise = iter([0.0] * 100)
         loop = SimpleNamespace(model_chunks=self.chunks)
-        reports = SimpleNamespace(send_event=self._report)
+        reports = SimpleNamespace(role=0, send_event=self._report)
         self.audit = PassAudit(loop, lambda: self.done.append("settled"), reports)  # type: ignore[arg-type]
 
     def _report(self, _kind: Any, _iteration: Any, data: dict[str, Any]) -> None:
