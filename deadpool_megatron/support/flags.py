@@ -184,8 +184,8 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
     match test:
         case "":
             return bool(value)
-        case "known":
-            return hasattr(args, name)
+        case "unknown":
+            return not hasattr(args, name)
         case "given":
             return value is not None
         case "is":

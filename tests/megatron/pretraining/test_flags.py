@@ -19,6 +19,7 @@ from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
 
 ROOT = Path(__file__).parents[3]
 MODEL = [*small(), "--save-interval", "5"]
+BOTH = "--decoupled-lr 1e-4 --mtp-num-layers 1 --pipeline-model-parallel-size 2"
 
 _TABLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
 EXAMPLES = dict.fromkeys(_TABLES["without_a_value"].split(), "") | _TABLES["examples"]
@@ -58,6 +59,12 @@ def test_near_misses_are_not_seen_either(extra):
 @pytest.mark.parametrize("flag", BY_HAND)
 def test_rows_that_the_parser_cannot_reach(flag):
     assert refused(**BY_HAND[flag]) == row_of(flag).line
+
+
+def test_row_for_older_versions_applies_to_no_newer_one():
+    found = {tag: judge(["own.py", *BOTH.split()], version=tag[6:]) for tag in TAGS}
+    assert [each.shown for each in found[TAGS[1]]] == [row_of("--decoupled-lr").shown]
+    assert [tag for tag in TAGS if found[tag]] == [*TAGS[:2]]
 
 
 def test_no_flag_is_judged_twice():
