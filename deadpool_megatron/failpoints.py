@@ -13,7 +13,7 @@ named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with th
              a byte, return junk)
 ``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
              ``vault`` or ``agent``
-``nodes``    for ``signal`` with another target than ``self``: node ids, default: the own node
+``nodes``    for ``signal`` with another target than ``self``: node ids, default: its own node
 ``signal``   KILL (default), STOP, SEGV, TERM
 ``resume_after_seconds``  for STOP: send SIGCONT after this time, from a detached helper process
 

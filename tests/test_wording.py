@@ -43,7 +43,8 @@ PROSE = re.compile(
     r"|one(?=[.,;:]| (?:that|is|was|has|of|may|can)\b)|who|whom|whoever|nobody|everybody|everyone"
     r"|told|tells?|telling|hears?|heard|said|says?|speaks?|so (?:many|long)|behind|beside|anew"
     r"|for want of|go(?:es|ing|ne)? on|went on|that is to say|put aside|doomed|rotten|vouch\w*"
-    r"|leftovers?|forgiv\w+|accus\w+|scenes?|shelf|tidy|brings?|brought)\b"
+    r"|leftovers?|forgiv\w+|accus\w+|scenes?|shelf|tidy|brings?|brought|the own|of use|mere"
+    r"|all else|(?:begins?|is|are) so(?=[.,;:]| (?:when|where|for)\b))\b"
     r"|(?:^|[.;:] )(?:what|whatever|of (?:the|an?|all|too))\b",
     re.IGNORECASE | re.MULTILINE,
 )

@@ -74,7 +74,7 @@ class CommunicatorFault(RuntimeError):
 class GroupSpec:
     """The specification of a communicator; equal on all its ranks but for ``rank``.
 
-    ``ranks`` are global ranks in group order, ``rank`` is the own position among them, ``timeout``
+    ``ranks`` are global ranks in group order, ``rank`` is the position of this rank, ``timeout``
     is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` that
     of the group's creation; ``colour`` makes it a split of WORLD's communicator.
     """

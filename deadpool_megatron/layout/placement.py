@@ -58,7 +58,7 @@ class CopyPlacement:
 
         Order of preference: nodes of data-parallel ``peers`` in cyclic order, other training nodes
         likewise in the order of their lowest role, spares in an order drawn from (role, node).
-        Choice j of r begins j/(r+1) of the way round from the own place, and takes the first node
+        Choice j of r begins j/(r+1) of the way round from its own place, and takes the first node
         in a new failure domain; where there is none, any other node. The loss of a node that was
         not chosen changes nothing, and a spare that takes over a node's roles takes over its place
         in the order.
@@ -89,7 +89,7 @@ class CopyPlacement:
         return tuple(chosen)
 
     def _preference(self, role: int, peers: Sequence[int], way_round: Fraction) -> Iterator[int]:
-        """Yield all nodes, the best first, with the own node, dead nodes and repetitions."""
+        """Yield all nodes, the best first, with that of the role, dead nodes and repetitions."""
         if peers not in self._peers:
             self._peers[peers] = sorted(set(peers))
         for peer in _cyclic(self._peers[peers], role, way_round):
@@ -110,7 +110,7 @@ def is_covered(
 ) -> bool:
     """Return whether peers seal a part far enough apart, so that it need not be shipped.
 
-    That is so when the roles in ``replicas_of_part`` (PartInfo.replicas) and ``role`` itself sit on
+    They do if the roles in ``replicas_of_part`` (PartInfo.replicas) and ``role`` itself sit on
     live nodes in at least ``replicas + 1`` distinct failure domains.
     """
     nodes = {seats[r] for r in {*replicas_of_part, role} if r in seats}

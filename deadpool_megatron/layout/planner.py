@@ -292,8 +292,8 @@ class PartIndex:
         return tuple(found)
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
-        """Sort the own node and the previous owner's first, then others cyclically from the owner:
-        so not all roles ask the same node."""
+        """Sort the node of the role and the previous owner first, then others cyclically from the
+        owner: so not all roles ask the same node."""
         if len(nodes) < 2:
             return nodes
         own, owner = self._query.seats.get(role), self._query.owners.get(role)

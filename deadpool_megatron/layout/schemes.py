@@ -1,7 +1,7 @@
 """Ways to protect state: the schemes, and the plan of an epoch, which names a scheme. Pure.
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
-blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP),
+blocks over a group of roles (REFT's AEC); ``local`` keeps the slots of each node only (REFT's SMP),
 ``local-twice`` a second copy of them in the memory of the same node (REFT's ARC);
 ``recompute`` copies the whole state at intervals and reduced gradients in between (REFT's AOR).
 """

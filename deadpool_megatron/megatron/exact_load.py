@@ -1,6 +1,6 @@
 """Loads an optimizer from a checkpoint exactly where PyTorch's own Adam does the updates.
 
-That is so wherever neither Apex nor Transformer Engine is installed. Megatron 0.16.1 writes such
+That is the case if neither Apex nor Transformer Engine is installed. Megatron 0.16.1 writes such
 checkpoints completely but does not load everything; the comments below name what is missing.
 """
 

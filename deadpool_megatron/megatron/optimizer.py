@@ -296,7 +296,7 @@ class ShardState:
 
 
 def _replicas(inner: Any) -> list[int]:
-    """Return the roles whose bytes of this inner optimizer are identical, the own one included."""
+    """Return the roles whose bytes of this inner optimizer are identical, with this role."""
     if is_distributed(inner):
         if inner.ddp_config.num_distributed_optimizer_instances == 1:
             return [dist.get_rank()]

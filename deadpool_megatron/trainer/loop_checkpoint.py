@@ -60,9 +60,9 @@ def read(loop: TrainingLoop, directory: Path) -> None:
 
 
 def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
-    """Return the own extras, or in a checkpoint of another number of ranks those of the rank with
-    the same layers, slices and experts that has the lowest data-parallel rank: such ranks draw the
-    same random numbers and count the same sums."""
+    """Return the extras of this rank. In a checkpoint of another number of ranks, they are those of
+    the rank with the same layers, slices and experts that has the lowest data-parallel rank: such
+    ranks draw the same random numbers and count the same sums."""
     rank, world_size, grid = dist.get_rank(), dist.get_world_size(), Workload.of(loop.config).grid
     ranks = extras_file.roles_in(directory) or world_size
     if ranks != world_size:

@@ -19,7 +19,7 @@ _TAKE_GRACE_SECONDS = 10.0
 
 
 class VaultControl:
-    """One connection to the own vault, in one event loop.
+    """One connection to the vault of this node, in one event loop.
 
     Every order raises VaultError when the vault refuses it, TimeoutError when it does not answer in
     time and ConnectionError when the vault is gone; then connect again (to its successor).

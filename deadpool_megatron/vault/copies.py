@@ -63,7 +63,7 @@ class Offer:
 @dataclass(frozen=True)
 class Owed:
     """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
-    of them than are wanted. ``here``: parts other than extras that the own slot must have."""
+    of them than are wanted. ``here``: parts other than extras that must be in the role's slot."""
 
     names: Mapping[Target, frozenset[str]]
     is_short: bool
@@ -106,7 +106,7 @@ class Scheme(ABC):
     def sealing(  # noqa: B027  most add nothing
         self, segment: Segment, slot: int, digests: dict[str, int]
     ) -> None:
-        """Extend the own parts that are about to be sealed, with their checksums."""
+        """Extend the parts that are about to be sealed in the role's slot, with their checksums."""
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
         """Return the generation that a step starts from; None if the generation travels whole."""
@@ -175,9 +175,9 @@ class Local(Scheme):
 
 
 class LocalTwice(Scheme):
-    """A second copy of all parts is owed to the own node, even if peers hold them, and acknowledged
-    like the copy of a buddy. A damaged slot of a dead process is repaired without the network: a
-    restore uses the first place of a part on its node whose checksum matches."""
+    """A second copy of all parts is owed to the node of the role, even if peers hold them. It is
+    acknowledged like the copy of a buddy. A damaged slot of a dead process is repaired without the
+    network: a restore uses the first place of a part on its node whose checksum matches."""
 
     def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
         names = [p.name for p in layout.parts if kind_of(p.name) in (kind, PartKind.EXTRAS)]

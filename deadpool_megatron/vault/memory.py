@@ -172,7 +172,8 @@ class CgroupMemory:
 def cgroup_memory(
     root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> CgroupMemory | None:
-    """Return the tightest limit from the own cgroup (version 1 or 2) up; None without a limit."""
+    """Return the tightest limit of the cgroup of this process (version 1 or 2) and the groups above
+    it; None without a limit."""
     found = list(_cgroups(root, own))
     return min(found, key=lambda group: group.left_bytes, default=None)
 
@@ -190,7 +191,7 @@ def _cgroups(root: Path, own: Path) -> Iterator[CgroupMemory]:
             top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the path is often that of the host, and the root is the own group.
+        # In a container the path is often that of the host, and the root is its own group.
         group = top / path.lstrip("/")
         for level in (group, *group.parents):
             if level.is_relative_to(top) and (found := _left_in(level, *names)) is not None:

@@ -237,7 +237,7 @@ class LocalCopier(Sender):
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
-        with self._gate.lock:  # a copy may exist already, even if the own slot is lost
+        with self._gate.lock:  # a copy may exist already, even if the slot of the role is lost
             kept = {
                 (place.name, place.checksum)
                 for name in (place.name for place in places)

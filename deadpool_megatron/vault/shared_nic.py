@@ -123,7 +123,7 @@ class Pace:
         self._stall_seconds = 0.0
 
     def sealed(self, generation: Generation, now: float) -> None:
-        """Note that a generation is sealed in the own node's memory."""
+        """Note that a generation is sealed in the memory of this node."""
         last, self._newest = self._newest, generation
         if last is not None and last < generation and last.lineage == generation.lineage:
             # The time at the gate is not part of training's own time.

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench/coordinator.py [--agents N ...] [--seconds N] [--json FILE]
 
 For each size: all agents join and start 8 members each, and beat for a while. Then the run gets the
-journal of a long life (10,000 epochs, 2,000,000 events, thousands of lost nodes), with which all
-else happens: a node dies and a spare takes its roles; the coordinator is stopped until all agents
+journal of a long life (10,000 epochs, 2,000,000 events, thousands of lost nodes), with which the
+rest happens: a node dies and a spare takes its roles; the coordinator is stopped until all agents
 open second connections; it is killed, and its standby takes over. Meanwhile a standby of each node
 reads the journal. The agents share this process and cost it more than they cost the coordinator, so
 CPU time is reported as well as times by the wall clock.

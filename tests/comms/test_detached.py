@@ -142,7 +142,7 @@ def test_swaps_change_no_bit():
 
 
 def row_and_column() -> dict[str, Any]:
-    """Make all groups of four roles in two rows; answers those of the own role."""
+    """Make all groups of four roles in two rows; answers those of this role."""
     made: dict[str, Any] = {}
     for name, all_ranks in (("ROW", ([0, 1], [2, 3])), ("COLUMN", ([0, 2], [1, 3]))):
         for ranks in all_ranks:

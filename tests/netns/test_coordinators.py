@@ -77,7 +77,7 @@ def test_coordinator_is_cut_off_while_all_reach_the_journal(cluster, measured, f
 @needs_fuse
 def test_journal_fails_for_all_nodes(cluster, measured):
     """Training needs no journal until something has to be decided; then it waits for it."""
-    how = "fail"  # test_faults has it hang for all nodes, with all else
+    how = "fail"  # test_faults has it hang for all nodes, with everything else
     for host in cluster.hosts:
         host.hide(cluster.run.journal, how)
     time.sleep(_GONE_SECONDS)

@@ -28,7 +28,7 @@ _SETTINGS = (
     *("--deadpool-interface", "eth0"),
     *("--deadpool-set", "hash-interval=1"),
 )
-# Class selector 1, and the priority of bulk traffic in the queues of the own machine.
+# Class selector 1, and the priority of bulk traffic in the queues of this machine.
 _RULES = {
     "marked": "ip dscp cs1",
     "marked and last in the queue": "ip dscp cs1 meta priority 0:2",

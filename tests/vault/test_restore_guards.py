@@ -224,7 +224,7 @@ def test_restore_checks_a_base_by_its_own_checksums(house):
 
 @pytest.mark.parametrize("nbytes", [5000, 5001])
 def test_dump_of_a_peer_gives_parts_of_the_same_size_only(house, tmp_path, nbytes):
-    """The own one has the extras alone."""
+    """Its own has the extras alone."""
     house.keep(0, EXTRAS)
     shard = replace(LAYOUT.parts[0], nbytes=nbytes)
     peer = replace(LAYOUT, role=1, parts=(shard, *LAYOUT.parts[1:]), layout_hash="of role 1")

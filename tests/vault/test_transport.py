@@ -35,7 +35,7 @@ def pair(request):
 
 
 def class_of(connection: socket.socket) -> tuple[int, int]:
-    """Traffic class byte and priority in the own machine's queues."""
+    """Traffic class byte and priority in the queues of this machine."""
     if connection.family == socket.AF_INET6:
         byte = connection.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
     else:

@@ -8,8 +8,8 @@ that trains pins the generation, and reports it once it is committed), *writing*
 each of these nodes; that of role 0 makes a checkpoint of all files), *publishing* (rename,
 pointers, pruning). Any failure on the way ends the export. The next export is tried when it is due:
 after an interval of iterations if the user gave any, else half an hour after the last checkpoint of
-any kind. If writing took more than a tenth of that time, the pause is longer. Neither training nor
-a recovery waits for an export.
+any kind, or later if writing would otherwise take more than a tenth of the time. Neither training
+nor a recovery waits for an export.
 
 The *dump* of a run that ends because it has no spare is on the disk, and is exported from there.
 

@@ -264,7 +264,7 @@ class Coordinator:
             self.orders.welcome(peer.node, self.state.record, self.state)
 
     def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """Take a report. From a dropped node only numbers of the kept lineage are of use."""
+        """Take a report. From a dropped node take only the numbers of the kept lineage."""
         if peer.dropped and message["t"] not in ("event", "progress"):
             return
         item = protocol.from_agent(peer.node, message, self.state.memory.layouts)

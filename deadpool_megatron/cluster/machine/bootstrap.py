@@ -251,7 +251,7 @@ def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
 
 def _needs(config: states.Config) -> Needs:
     """Return the run's requirements for a node."""
-    # With gloo the members of a node may share a GPU, or use none. Only a mere check has not
+    # With gloo the members of a node may share a GPU, or use none. Only a check has not
     # decided yet how it would use GPUs.
     gpus = config.nproc if config.settings.communicator in ("nccl", "auto") else 0
     return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))

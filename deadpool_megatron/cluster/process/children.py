@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 @contextlib.contextmanager
 def socket_pair(kind: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Make a connection to a child: yield the own end, closed after an error, and the child's."""
+    """Make a connection to a child: yield our end, closed after an error, and the child's."""
     own_end, child_end = socket.socketpair(socket.AF_UNIX, kind)
     with child_end:
         try:

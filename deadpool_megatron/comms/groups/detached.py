@@ -1,8 +1,8 @@
 """Inner groups without peers: collectives complete locally.
 
-They behave as if every peer held the same data as this process: gathers copy the own input into
-each output, reduce-scatter takes the own chunk, all-to-all takes the own part for each peer, and
-reductions change nothing. A receive, or a broadcast from another rank, gives zeros: as sizes and as
+They behave as if every peer held the same data as this process: gathers copy its input into
+each output, reduce-scatter takes its chunk, all-to-all takes its part for each peer, and reductions
+change nothing. A receive, or a broadcast from another rank, gives zeros: as sizes and as
 indices they do no harm, unlike memory that was never written. So a spare can build a model, an
 optimizer and data loaders and run warm-up steps; object collectives unpickle their own objects.
 """

@@ -152,8 +152,8 @@ def comparable(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
 
 
 def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
-    """Return the roles whose repeated pass gave another result, in places where that is so for at
-    least half of the roles. Comparing them, or roles of later stages, proves nothing.
+    """Return the roles whose repeated pass gave another result, in places where it did so for
+    at least half of the roles. Comparing them, or roles of later stages, proves nothing.
 
     ``repeats``: role -> its place (equal for comparable roles), and whether the results were equal.
     """

@@ -95,7 +95,8 @@ def chunk_bytes(chunk: Sequence[Parameter]) -> int:
 def pack(
     inner: Any, chunk: Sequence[Parameter], before: Callable[[Tensor], Tensor], device: torch.device
 ) -> Tensor:
-    """Return the bytes of a chunk: gradients as they are, all else as ``before`` returns it."""
+    """Return the bytes of a chunk: gradients as they are, other tensors as returned by
+    ``before``."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
     parameters = parameters_of(inner)
     for each, places in _places(chunk, flat):

@@ -129,7 +129,7 @@ def _chunks(args: Any) -> list[int | None]:
 
 def _layout(config: Any) -> list[list[list[Any]]] | None:
     """Return the layers of each model chunk of each stage, from --pipeline-model-parallel-layout.
-    Megatron's functions know only the own stage, and none without groups."""
+    Megatron's functions know only the stage of this rank, and none without groups."""
     given = getattr(config, "pipeline_model_parallel_layout", None)
     return given.layout if given else None
 

@@ -146,8 +146,8 @@ def dump_kept(
 ) -> list[str]:
     """Write the generations of ``kept`` lineages in ``directory`` below ``base``; return the files.
 
-    Raises VaultError when a file cannot be written; SegmentError, after all else has been written,
-    when there are slots that cannot be read.
+    Raises VaultError when a file cannot be written. Raises SegmentError when there are slots that
+    cannot be read, after all others have been written.
     """
     store = SlotStore(scheme_of, node, directory, settings, lambda _: None)
     store.table.scan()

@@ -1,4 +1,5 @@
-"""The snapshot of a generation for an export: whole copies of the own roles' parts in memory.
+"""The snapshot of a generation for an export: whole copies, in memory, of the parts of all roles
+of a node.
 
 Slots are overwritten as training continues, and an export takes far longer than an iteration. So
 the vault copies the sealed parts once, into memory that it reserves first: without enough memory

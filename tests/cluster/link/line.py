@@ -227,7 +227,7 @@ class Line:
                 task.cancel()
 
     async def until(self, purpose: str, ready: Callable[[], Any], seconds: float = 60.0) -> None:
-        """Let time pass until it is so. Fails with ``purpose`` when that takes too long."""
+        """Let time pass until it is true. Fails with ``purpose`` when that takes too long."""
         limit = asyncio.get_running_loop().time() + seconds
         while not ready():
             assert asyncio.get_running_loop().time() < limit, f"stalled: {purpose}"

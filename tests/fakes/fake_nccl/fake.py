@@ -13,7 +13,7 @@ Modelled:
   only ``get_error()`` and the next operation that is enqueued report it. The watchdog releases
   failed operations and calls them completed. It also sleeps with a lock that enqueueing takes
   (:data:`DUMP_MILLISECONDS`).
-* Memory that an operation does not write stays good: the own input in an in-place all-gather, the
+* Memory that an operation does not write stays good: its own input in an in-place all-gather, the
   source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
 * An operation that the caller does not make asynchronous runs on the current stream and answers no

@@ -86,7 +86,7 @@ def test_parts_that_can_be_recomputed_count_as_held(files):
 
 
 def test_where_the_bytes_of_a_role_lie(tmp_path):
-    """One part in the own file, one in that of a role that has the same bytes."""
+    """One part in its own file, one in that of a role that has the same bytes."""
     write(tmp_path, 5, {4: {"first", "extras@step"}}, layout(0, (0, 1)))
     write(tmp_path, 6, {4: {"second"}}, layout(1, (0, 1)))
     taken = snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
