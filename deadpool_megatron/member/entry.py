@@ -336,7 +336,7 @@ class EpochEntry:
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {error}") from error
         if values.get("identity") == self._identity:
             return values
-        if rank_of(self.role) == 0:
+        if rank_of(self.role) == 0 and not self.loop.loads_extras:
             self._warn(
                 f"{checkpoint} has no extras of these roles: what its format does not hold"
                 " (random states of data-parallel ranks above 0, running sums) is not restored"

@@ -72,6 +72,8 @@ class ProtectedLoop(ABC):
     unsaved: str = ""
     #: the checkpoint that the program has loaded, whole, while it was built
     loaded: Path | None = None
+    #: whether load_checkpoint() restores extras as well, at any number of roles
+    loads_extras = False
 
     @abstractmethod
     def train(self, runner: StepRunner) -> None:

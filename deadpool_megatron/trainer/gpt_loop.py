@@ -49,6 +49,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
     sets them in place.
     """
 
+    loads_extras = True
+
     def __init__(self, config: TrainerConfig, emit: Emit) -> None:
         """Build the objects for the rank and world of torch.distributed, which is initialised.
 

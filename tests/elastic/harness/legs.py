@@ -23,8 +23,9 @@ Lengths = Sequence[tuple[int, int]]
 
 @dataclass
 class Leg:
-    """``steps``: as a run reports them; ``saves``: the folder of checkpoints; ``hashes``: of each
-    rank's state at the end; ``samples``: digests of all sequences of each iteration, sorted."""
+    """``steps``: as a run reports them; ``saves``: the checkpoint at its end; ``hashes``: of each
+    rank's state after the last step; ``samples``: digests of all sequences of each iteration,
+    sorted."""
 
     saves: Path
     steps: list[Facts] = field(default_factory=list)
@@ -48,11 +49,12 @@ def trainer_legs(arguments: str, lengths: Lengths, folder: Path) -> Iterator[Leg
 
 def megatron_lm_legs(flags: Mapping[str, object], lengths: Lengths, folder: Path) -> Iterator[Leg]:
     """Train pretrain_gpt.py of stock Megatron-LM."""
-    for ranks, saves in three_runs(tree(), folder, flags, lengths):
+    results = three_runs(tree(), folder, flags, lengths)
+    for (_, last), (ranks, saves) in zip(lengths, results, strict=True):
         # Of the ranks with losses the first: the reporting rank is among them.
         rank = next(rank for rank in ranks if rank.losses)
         yield Leg(
-            saves,
+            saves / f"iter_{last:07d}",
             [
                 {
                     "iteration": int(iteration),
@@ -89,6 +91,11 @@ def _train(
     if before is not None:
         loop.load_checkpoint(before)
     with patch.object(gpt_loop, "forward_step", noted):
-        steps(loop, last - loop.counters["iteration"])
+        if (count := last - loop.counters["iteration"]) > 0:
+            steps(loop, count - 1)
+            loop.train_step()
+        state = loop.state_hash()
+        for segment in loop.segments_after(last) if count > 0 else ():
+            loop.run_segment(segment)
     loop.save_checkpoint(saved)
-    return [facts for kind, facts in emitted if kind == "step"], loop.state_hash(), dict(samples)
+    return [facts for kind, facts in emitted if kind == "step"], state, dict(samples)
