@@ -56,6 +56,7 @@ class Kind(StrEnum):
     EPOCH_OPENED = "epoch-opened"
     PHASE = "phase"
     RECOVERED = "recovered"
+    SIZE = "size"
     TRAINING = "training"
     STEP = "step"
     NONFINITE = "nonfinite"

@@ -146,6 +146,14 @@ class Settings:
     spare_timeout_seconds: float = _setting(
         300.0, "wait for a spare before the state is dumped and the run ends (75)"
     )
+    elastic: str = _setting(
+        "off",
+        "on: without a spare the run continues with fewer model replicas, if the program can have"
+        " them, and with all again when nodes have joined; off: it waits for a spare",
+    )
+    elastic_wait_seconds: float = _setting(
+        0.0, "wait for a spare before that (0: twice the time that the last such change took)"
+    )
     audit_interval: int = _setting(
         0,
         "iterations between audits: peers compare weights, and recompute a micro-batch and an"
@@ -195,6 +203,8 @@ class Settings:
     restore_seconds: float = _limit("start_seconds", 120.0)
     #: limit for pinning, writing and checking a checkpoint in the background
     persist_seconds: float = _limit("start_seconds", 1800.0)
+    #: more model replicas must fit for this long before the run grows
+    settle_seconds: float = _limit("start_seconds", 300.0)
     #: recompute: iterations between whole copies; gradients in between
     full_every: int = _fixed(8)
     #: how communicators of an epoch are created: "one-by-one", "side-by-side", or "split" (from
@@ -351,11 +361,6 @@ NEVER = ("off", "0")
 # The kernel counts waits in milliseconds, as int.
 LONGEST_SECONDS = 1e6
 LONGEST_CADENCE = 1000
-#: by name: above the first number, at most the second
-_ABOVE: Mapping[str, tuple[float, float]] = {
-    **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
-    "link_share": (0, 1),
-}
 _COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_keep")
 _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -366,6 +371,12 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "dscp": (0, 63),
     "vault_nice": (0, 19),
     "chunk_bytes": (4096, 1 << 30),
+    "elastic_wait_seconds": (0, LONGEST_SECONDS),
+}
+#: by name: above the first number, at most the second
+_ABOVE: Mapping[str, tuple[float, float]] = {
+    **{n: (0, LONGEST_SECONDS) for n in FIELDS if n.endswith("_seconds") and n not in _RANGES},
+    "link_share": (0, 1),
 }
 _FACTORY = r"[\w.]+:\w+"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -375,6 +386,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),
+    "elastic": ("off", "on"),
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
 }
@@ -399,6 +411,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("node_silence_seconds", "rejoin_seconds", 1, "a node allows itself the same part of both"),
     ("fence_seconds", "takeover_seconds", 0.5, "a late sign of life is not a dead coordinator"),
     ("beat_interval_seconds", "fence_seconds", 5, "a few late beats are not a cut"),
+    ("elastic_wait_seconds", "spare_timeout_seconds", 1, "the run ends when that is over"),
     ("health_seconds", "start_seconds", 1, "a node's health is asked before its members start"),
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.layout.sizes import SizeChanges, Sizes
 from deadpool_megatron.wire.forms import read, write
 
 # Last iteration of the lineage that is being computed now: unknown, so unlimited.
@@ -49,6 +50,7 @@ class History:
     ``recoveries`` and ``steps_recomputed``: counts that include the recovery which this epoch ends.
     ``reported_plan``: the plan that was reported before this epoch, None before the first.
     ``start``: the newest epoch whose processes had all ended when the run was started again.
+    ``sizes``, ``changes``: those of the number of model replicas, of an elastic run only.
     """
 
     kept: Mapping[int, int] = field(default_factory=dict)
@@ -63,6 +65,8 @@ class History:
     steps_recomputed: int = 0
     reported_plan: ProtectionPlan | None = None
     start: int = 0
+    sizes: Sizes | None = None
+    changes: SizeChanges = field(default_factory=SizeChanges)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with only the newest entries of fields that would grow without
@@ -71,6 +75,8 @@ class History:
         newest = [known.pop() for _ in known[-_MAX_CAUSES:]]
         written = write(self)
         written["protection_told"] = written.pop("reported_plan")
+        if self.sizes is None:
+            del written["sizes"], written["changes"]
         return {
             **written,
             "kept": [[*pair] for pair in sorted(self.kept.items())[-_MAX_LINEAGES:]],

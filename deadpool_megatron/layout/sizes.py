@@ -45,3 +45,17 @@ def fitting(sizes: Sizes, slots: int, per_node: int) -> int:
     those of whole nodes with ``per_node`` places count; 0 if none fits."""
     places = slots // per_node * per_node
     return max((n for n in sizes.replicas if n * sizes.ranks_per_replica <= places), default=0)
+
+
+@dataclass(frozen=True)
+class SizeChanges(Coded):
+    """Changes of the number of model replicas, as far as a coordinator must know them.
+
+    ``trained``: the number of roles that have completed the newest iteration, if any has.
+    ``failed``: the size of each change that failed. ``seconds``: time from the record of the last
+    change, or of the start, until all roles had their state.
+    """
+
+    trained: int = 0
+    failed: tuple[int, ...] = ()
+    seconds: float = 0.0

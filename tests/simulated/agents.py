@@ -1,7 +1,7 @@
 """Nodes around the machine, as far as they act by themselves: agents, vaults and members."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,9 @@ from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.parity_groups import INPUTS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.ranks import SIZE_STEP, first_role
 from deadpool_megatron.layout.schemes import SchemeKind
+from deadpool_megatron.layout.sizes import Sizes
 from tests.cluster.machine.rig import STEP, layout
 from tests.simulated.clock import Channel, Clock
 
@@ -19,7 +21,14 @@ SLOTS = 2
 Held = tuple[int, frozenset[str]]
 EXTRAS = frozenset({"extras@step"})
 BLOCK = frozenset({"main", INPUTS})
-layout_of = lru_cache(layout)
+REFUSAL = "no room for this size"
+
+
+@lru_cache
+def layout_of(role: int, world: int, per_replica: int) -> records.RoleLayout:
+    """As a role of any size is laid out."""
+    first, count = first_role(role), world - role // SIZE_STEP * per_replica
+    return replace(layout(role, count), peers=tuple(range(first, first + count)))
 
 
 @dataclass
@@ -62,7 +71,8 @@ class Vault:
 @dataclass
 class Member:
     """A live process. ``at``: the generation its state is, None before it restored; ``kept``: the
-    newest protected generation; ``entered``: the iteration whose collective it has passed.
+    newest protected generation; ``entered``: the iteration whose collective it has passed;
+    ``refuses``: the epoch for whose size it has no room.
 
     ``reported``: its newest report of each kind, which its agent repeats to a new coordinator.
     """
@@ -74,6 +84,7 @@ class Member:
     kept: records.Generation | None = None
     entered: int = 0
     pause_at: int | None = None
+    refuses: int = 0
     reported: dict[type[ev.Input], Any] = field(default_factory=dict)
 
 
@@ -128,17 +139,32 @@ class Agents:
         self.groups: Mapping[int, ParityGroup] = {}
         self.iterations_left = 0  # before the roles rest until something happens
         self._is_working = False
+        # A model replica is what a node trains.
+        self.is_elastic = config.settings.elastic == "on"
+        self.sizes = Sizes(config.nproc, tuple(range(1, config.nodes + 1)))
+        self.trained = 0  # model replicas of the newest iteration
+        self.refusals = 0  # of roles that are to be of another size
 
     @property
     def record(self) -> records.EpochRecord | None:
         return self.announced[-1] if self.announced else None
 
     def layout(self, role: int) -> records.RoleLayout:
-        return layout_of(role, self.config.world_size)
+        return layout_of(role, self.config.world_size, self.sizes.ranks_per_replica)
+
+    def roles_of(self, size: int) -> range:
+        """The roles of a number of model replicas."""
+        begin = (self.sizes.replicas[-1] - size) * SIZE_STEP
+        return range(begin, begin + size * self.sizes.ranks_per_replica)
 
     @property
-    def roles(self) -> range:
-        return range(self.config.world_size)
+    def roles(self) -> Collection[int]:
+        return self.record.seats if self.record else self.roles_of(self.sizes.replicas[-1])
+
+    @property
+    def size(self) -> int:
+        """The number of model replicas of the newest record."""
+        return len(self.roles) // self.sizes.ranks_per_replica
 
     def end_member(self, node: int, local_rank: int) -> None:
         member = self.nodes[node].members.pop(local_rank)
@@ -218,6 +244,9 @@ class Agents:
 
     def _stand_still(self, here: Node, member: Member) -> None:
         if member.at is not None and member.at.iteration == member.pause_at:
+            if self.is_elastic:  # no state of one size is cut for another here
+                path = f"/saves/{member.at.lineage}-{member.at.iteration}"
+                here.reports.send(ev.DurableValid(member.at.iteration, path))
             here.report(ev.Paused(*member.seat.to_list(), member.epoch, member.at.iteration))
 
     # Work of the open epoch.
@@ -256,7 +285,7 @@ class Agents:
     def restore(self, role: int) -> bool:
         """A member fetches the state of the record; only then it takes part."""
         member = self.member_of(role)
-        if member is None or member.at is not None:
+        if member is None or member.at is not None or member.refuses == self.epoch:
             return False
         restore, here, seat = self.record.restore, self.nodes[member.seat.node], member.seat
         for part in ("main", "extras@step") if restore.kind == "memory" else ():
@@ -265,11 +294,17 @@ class Agents:
                 is_new = member.reported.get(ev.NotRestored) != failed
                 here.report(*[failed] if is_new else [])
                 return is_new
+        if self.refusals and self.trained not in (0, self.size):
+            self.refusals, member.refuses = self.refusals - 1, self.epoch
+            failed = ev.SizeFailed(*seat.to_list(), self.epoch, REFUSAL)
+            other = ev.NotRestored(*seat.to_list(), self.epoch, "", REFUSAL)
+            here.report(other if self.refusals % 3 == 2 else failed)
+            return True
         member.at = member.kept = restore.generation
         member.entered = restore.generation.iteration
         here.vault.seal(role, restore.generation)
         here.report(
-            ev.MemberRegistered(*seat.to_list(), self.layout(role)),
+            ev.MemberRegistered(*seat.to_list(), self.layout(role), self.sizes),
             ev.Restored(*seat.to_list(), self.epoch, restore.generation),
         )
         return True
@@ -290,22 +325,21 @@ class Agents:
             assert self.nodes[source.node].vault.gives(source.role, restore.generation, part)
         return bool(live)
 
-    def _ready(self) -> list[Member]:
-        """All members, if each has a state; else none."""
-        members = [self.member_of(role) for role in self.roles]
-        ready = [member for member in members if member is not None and member.at is not None]
-        return ready if len(ready) == len(members) else []
+    def _ready(self) -> dict[int, Member]:
+        """The members of all roles, if each has a state; else none."""
+        ready = {role: m for role in self.roles if (m := self.member_of(role)) and m.at}
+        return ready if len(ready) == len(self.roles) else {}
 
     def enter(self) -> bool:
         """All roles pass the gate and the collective of their next iteration together."""
-        members = self._ready() if self.iterations_left else []
-        iterations = {m.at.iteration for m in members if m.at} | {m.entered for m in members}
-        for role, member in enumerate(members):
+        members = self._ready() if self.iterations_left else {}
+        iterations = {each for m in members.values() for each in (m.at.iteration, m.entered)}
+        for role, member in members.items():
             paused = member.pause_at is not None and member.entered >= member.pause_at
             waits = self.is_due(member.entered + 1) or member.at == member.kept
             if paused or len(iterations) > 1 or (waits and not self.is_committed(role, member)):
                 return False
-        for member in members:
+        for member in members.values():
             member.entered += 1
         self.iterations_left -= bool(members)
         return bool(members)
@@ -320,39 +354,46 @@ class Agents:
         if self.is_due(member.entered):
             member.kept = member.at
             here.vault.seal(role, member.at)
-        here.reports.send(ev.StepReported(member.epoch, member.entered))
+        self._report_step(here, member)
+        self.trained = self.size
         self._stand_still(here, member)
         return True
+
+    def _report_step(self, here: Node, member: Member) -> None:
+        step = ev.StepReported(member.epoch, member.entered)
+        member.reported[ev.StepReported] = step
+        here.reports.send(step)
 
     def train_for(self, seconds: float, step_seconds: float) -> None:
         """Let whole iterations pass at once if nothing disturbs them; then a few step by step."""
         members = self._ready()
-        iterations = {(m.at, m.entered) for m in members}
+        iterations = {(m.at, m.entered) for m in members.values()}
         is_calm = len(iterations) == 1 and not self.iterations_left
         self.iterations_left = max(self.iterations_left, 2)
         self.stir()
         count = int(seconds / step_seconds)
-        if not is_calm or not count or any(m.pause_at is not None for m in members):
+        if not is_calm or not count or any(m.pause_at is not None for m in members.values()):
             return
         owed = {role: self.owed(role) for role in self.roles}
         holders = {node for places in owed.values() for node, _, _ in places}
         if any(self.is_behind(node) for node in holders):
             return
-        epoch, first = self.record.epoch, members[0].entered
+        leader = next(iter(members.values()))
+        epoch, first = self.record.epoch, leader.entered
         for iteration in (first + count - 1, first + count):
             if not self.is_due(iteration) or iteration <= first:
                 continue
             generation = records.Generation(epoch, iteration)
-            for role, member in enumerate(members):
+            for role, member in members.items():
                 self.nodes[member.seat.node].vault.seal(role, generation)
                 for node, key, parts in owed[role]:
                     self.nodes[node].vault.seal(key, generation, parts)
                 member.kept = generation
-            for role, member in enumerate(members):
+            for role, member in members.items():
                 self._note_commit(role, member)
-        for member in members:
+        for member in members.values():
             member.entered, member.at = first + count, records.Generation(epoch, first + count)
-        self.nodes[members[0].seat.node].reports.send(ev.StepReported(epoch, first + count))
+        self._report_step(self.nodes[leader.seat.node], leader)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the record wants the generation of ``iteration`` protected."""
@@ -423,7 +464,7 @@ class Agents:
             return
         roles = self.committed.setdefault(member.kept, set())
         roles.add(role)
-        if len(roles) < self.config.world_size:
+        if len(roles) < len(self.roles):
             return
         self.common = member.kept
         of = {each: self.member_of(each) for each in self.roles}

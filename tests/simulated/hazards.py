@@ -26,6 +26,10 @@ def node_of(world: World, a: int) -> int:
     return sorted(world.nodes)[a % len(world.nodes)]
 
 
+def role_of(world: World, a: int) -> int:
+    return sorted(world.roles)[a % len(world.roles)]
+
+
 def lose_node(world: World, a: int, b: int) -> None:
     """Mostly as many as the copies allow, sometimes more."""
     if world.losses_since_protected < world.tolerance or b % 8 == 0:
@@ -75,13 +79,24 @@ def strike_coordinator(world: World, a: int, b: int) -> None:
 
 def see_nan(world: World, a: int, b: int) -> None:
     """Often another failure closes the epoch before it is reported."""
-    world.see_nan(a % world.config.world_size)
+    world.see_nan(role_of(world, a))
     if b % 2:
         end_member(world, b // 2, b // 2)
 
 
 def report_facts(world: World, a: int, b: int) -> None:
     world.feed(ev.FactsReported(node_of(world, a), SICK if b % 2 else FIT))
+
+
+def save(world: World, _: int, __: int) -> None:
+    path = f"/saves/{world.epoch}-{world.state.reached}"
+    if world.state.phase is Phase.RUNNING:
+        world.feed(ev.DurableValid(world.state.reached, path))
+
+
+def refuse_size(world: World, _: int, b: int) -> None:
+    """The next change of size fails, perhaps a second time."""
+    world.refusals = 1 + b % 12
 
 
 def change_plan(world: World, a: int, b: int) -> None:
@@ -104,7 +119,9 @@ KINDS: Mapping[str, tuple[float, Callable[[World, int, int], object]]] = {
     "take-over": (1, lambda world, _, __: world.take_over_quietly()),
     "see-nan": (0.5, see_nan),
     "report-facts": (1, report_facts),
-    "forget-fault": (0.5, lambda world, a, _: world.forget_fault(a % world.config.world_size)),
+    "forget-fault": (0.5, lambda world, a, _: world.forget_fault(role_of(world, a))),
+    "save": (2, save),
+    "refuse-size": (1, refuse_size),
     "stale": (2, lambda world, _, __: feed_stale(world)),
 }
 

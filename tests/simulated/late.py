@@ -26,6 +26,7 @@ OF_EPOCH: Mapping[type[ev.Input], Callable[[Place, Generation], ev.Input]] = {
     ev.PhaseReported: lambda p, _: ev.PhaseReported(p[3], "restore", 1e6),
     ev.Restored: lambda p, g: ev.Restored(*p, g),
     ev.RolesHung: lambda p, _: ev.RolesHung(p[3], (0,), "late", table_of({})),
+    ev.SizeFailed: lambda p, _: ev.SizeFailed(*p, "late"),
     ev.StepReported: lambda p, _: ev.StepReported(p[3], 10_000),
 }
 # A number that is not finite counts as long as its generation may be restored: see NotFinite. The

@@ -32,7 +32,7 @@ def test_small_runs_keep_the_rules_under_hazards(group):
         seed = f"{commit()} {number}"
         choose = random.Random(seed)
         sizes = [choose.randint(*limits) for limits in ((2, 3), (0, 2), (1, 2), (1, 2))]
-        shape = Shape(*sizes, choose.choice([0, 0, 2, 3]))
+        shape = Shape(*sizes, choose.choice([0, 0, 2, 3]), choose.random() < 0.5)
         hold(seed, shape, draw(seed, 40, choose.choice([0.5, 3.0])))
 
 

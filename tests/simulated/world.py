@@ -6,7 +6,8 @@ from one call that is due, or deadline of the machine, to the next.
 
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import MemberStatus, Phase
 from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.planner import keep_lineages
-from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.common.event_schema import check_event
-from tests.simulated.agents import Agents, Node
+from tests.simulated.agents import REFUSAL, Agents, Node
 from tests.simulated.clock import Channel, Clock
 
 STEP_SECONDS = 0.5
@@ -27,18 +28,21 @@ MAX_CALLS = 100_000  # until a world has to be at rest
 
 
 class Shape(NamedTuple):
-    """A run. ``parity_group``: 0 for copies at buddies."""
+    """A run. ``parity_group``: 0 for copies at buddies. ``is_elastic``: with fewer nodes, too."""
 
     nodes: int = 2
     spares: int = 1
     nproc: int = 1
     replicas: int = 1
     parity_group: int = 0
+    is_elastic: bool = False
 
     def config(self) -> states.Config:
         scheme: dict[str, Any] = {"persist_directory": "/exports", "nonfinite": "rollback"}
         if self.parity_group:
             scheme |= {"protection": "parity", "parity_group": self.parity_group}
+        if self.is_elastic:
+            scheme |= {"elastic": "on", "elastic_wait_seconds": 60.0, "settle_seconds": 50.0}
         settings = Settings(replicas=self.replicas, restarts_in_place=10_000, **scheme)
         return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
 
@@ -80,6 +84,8 @@ class World(Agents):
     """Everything outside the machine, and the machine. ``check_every``: inputs after which costly
     checks are made, each at its own time."""
 
+    inspects = True  # finds all checkpoints
+
     def __init__(self, config: states.Config, clock: Clock, check_every: int = 3) -> None:
         super().__init__(config, clock)
         self.check_every, self.fed = check_every, 0
@@ -94,7 +100,10 @@ class World(Agents):
         self.exporting: Generation | None = None
         self.poisoned_from: int | None = None  # by a loss that the machine has received
         self.lost: list[Node] = []  # whose last reports are still on their way
-        self.rested_at = self.ticked_at = clock.now
+        self.saved: list[Restore] = []  # checkpoints, newest first
+        self.failures: dict[int, Counter[int]] = {0: Counter()}  # epoch -> size -> failed changes
+        self.waits_since: float | None = None
+        self.rested_at = self.ticked_at = self.changed_at = clock.now
         for _ in range(config.nodes + config.spares):
             self.join()
 
@@ -107,11 +116,16 @@ class World(Agents):
     def feed(self, event: ev.Input) -> list[act.Action]:
         state, before = self.state, self.state.epoch
         self._note_loss(event)
+        if isinstance(event, ev.DurableValid):
+            save = Restore("durable", Generation(0, event.iteration), path=event.path)
+            self.saved = [save, *(s for s in self.saved if s.path != event.path)]
         actions = self.machine.handle(event, self.clock.now)
         self.fed += 1
         if self.fed % self.check_every == 0 and not isinstance(event, ev.NodeJoined):
             self._repeat(event)
-        assert (state.phase_state.deadline is None) == (state.phase in (Phase.RUNNING, Phase.ENDED))
+        is_calm = state.phase in (Phase.RUNNING, Phase.ENDED)
+        assert is_calm if state.phase_state.deadline is None else state.phase is not Phase.ENDED
+        self._check_wait()
         assert state.epoch >= before
         for node in set(self.state.fleet.removed) & set(self.nodes):
             self.lose(node, report=False)  # given up without a message: its agent fences itself
@@ -129,9 +143,9 @@ class World(Agents):
                 assert isinstance(action, act.EmitEvent), action
             assert self.state == before, event
         until = min(next_deadline(before, self.config), self.clock.now + 1e6)
-        if self.clock.now < until:
-            left = until - self.clock.now
-            between = self.clock.now + left * self.clock.stream("dense").random()
+        left = until - self.clock.now
+        between = self.clock.now + left * self.clock.stream("dense").random()
+        if between < until:
             assert not self.machine.handle(ev.Tick(), between)
             assert self.state == before, (between, until)
 
@@ -148,7 +162,12 @@ class World(Agents):
             case act.Announce(record):
                 self._check_announced(record)
                 self.announce(record)
-            case act.CloseEpoch(epoch):
+            case act.InspectCheckpoints() if self.inspects:
+                found = ev.CheckpointsFound(frozenset())
+                self.clock.after_delay(lambda: self.feed(found), "inspection")
+            case act.CloseEpoch(epoch, cause):
+                if REFUSAL in cause:
+                    self.failures[epoch][self.size] += 1
                 assert self.epoch == epoch
                 assert epoch not in self.closed
                 self.closed.append(epoch)
@@ -186,7 +205,11 @@ class World(Agents):
     def _check_written(self, record: EpochRecord) -> None:
         assert record.epoch > max(self.written, default=0)
         self.written.append(record.epoch)
-        assert set(record.seats) == set(self.roles)
+        size = len(record.seats) // self.sizes.ranks_per_replica
+        assert [*record.seats] == [*self.roles_of(size)], "all roles of one size"
+        assert len({seat.node for seat in record.seats.values()}) == size, "whole nodes"
+        self.failures[record.epoch] = Counter(self.failures[self.epoch])
+        assert self.failures[record.epoch][size] < 2, "a size that was struck off"
         assert len(set(record.seats.values())) == len(record.seats)
         deciding = self.state.phase_state
         if not isinstance(deciding, states.Deciding) or deciding.redecide:
@@ -209,19 +232,49 @@ class World(Agents):
         assert record.epoch > self.epoch
         self._seated(record)
         self._check_restore(record)
+        self.waits_since = None
         recovery, fleet = self.state.recoveries.current, self.state.fleet
         if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
             before = {seat.node for seat in self.record.seats.values()}
             moved_to = {seat.node for seat in record.seats.values()} - before
             assert not moved_to & (fleet.distrusted | fleet.quarantined), "a plan, no failure"
+            if len(record.seats) != len(self.record.seats):
+                settle = self.config.settings.settle_seconds
+                assert len(record.seats) > len(self.record.seats), "no plan shrinks a run"
+                assert self.clock.now >= self.changed_at + settle
+                reported = self.state.lineage.reported
+                again = reported.lineage == self.epoch, reported.iteration
+                assert (True, record.restore.generation.iteration) >= again
+        if self.record and len(record.seats) != len(self.record.seats):
+            self.changed_at = self.clock.now
         if self.poisoned_from is not None and record.restore.kind == "memory":
             assert record.restore.generation.iteration < self.poisoned_from
         self.poisoned_from = self.not_finite = None
 
+    def _check_wait(self) -> None:
+        """A run waits no longer than it has to if it can go on at another size."""
+        if self.state.phase is not Phase.WAITING_SPARE or not self.is_elastic:
+            return
+        fleet, limit = self.state.fleet, self.config.settings.elastic_wait_seconds
+        assert not self.state.lineage.invalidated, "no state is doubted for its size"
+        self.waits_since = self.clock.now if self.waits_since is None else self.waits_since
+        if self.clock.now > self.waits_since + limit and self.state.lineage.valid:
+            assert fleet.places_with(MemberStatus.KILLED) or self.fitting(fleet.members) == 0
+
+    def fitting(self, places: Container[tuple[int, int]]) -> int:
+        """The largest size, of those not struck off, for nodes all of whose places are these."""
+        fleet, ranks = self.state.fleet, range(self.config.nproc)
+        good = fleet.nodes.keys() - fleet.quarantined - fleet.draining
+        count = sum(all((node, rank) in places for rank in ranks) for node in good)
+        failed = self.state.changes.failed
+        return max(
+            (n for n in self.sizes.replicas if n <= count and failed.count(n) < 2), default=0
+        )
+
     def _check_restore(self, record: EpochRecord) -> None:
         # Rule 2: training continues from a generation that all have committed, or newer state.
         kept = record.restore.generation if record.restore.kind == "memory" else None
-        if self.protected:
+        if self.protected and not (kept is None and len(record.seats) != len(self.roles)):
             assert kept >= self.common
         else:
             self.common = min(self.common, kept) if self.common and kept else None
@@ -294,6 +347,7 @@ class World(Agents):
         self.poisoned_from = None
         self.journal.reset()
         self.closed.clear()
+        self.waits_since = None
         for lost in self.lost:
             lost.reports.reset()
         self.lost.clear()
@@ -301,7 +355,7 @@ class World(Agents):
         if self.journaled:
             if not noted:
                 self.noted.clear()
-            self.machine.take_over(self.journaled[-1], (), removed=self.noted)
+            self.machine.take_over(self.journaled[-1], self.saved, removed=self.noted)
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_lineages(line, record.restore, record.epoch)
@@ -311,6 +365,7 @@ class World(Agents):
                 self.announce(last)
         # A record that was not durable never existed: its number is used again.
         self.written = [record.epoch for record in self.journaled]
+        self.failures = {epoch: self.failures[epoch] for epoch in (0, *self.written)}
         for here in self.nodes.values():
             kept = [o for o in [*here.orders.waiting][:received] if not isinstance(o, act.Welcome)]
             unheard = [r for r in here.reports.waiting if not isinstance(r, ev.NodeJoined)]
@@ -374,6 +429,18 @@ class World(Agents):
         self.iterations_left = 2
         self.stir()
         self.settle()
+
+    def calm_down(self) -> None:
+        """Without a failure a run that trains is soon at the largest size that fits."""
+        for _ in range(4):
+            self.run_until(self.clock.now + self.config.settings.settle_seconds + 1)
+            self.settle()
+        if self.state.phase is Phase.RUNNING and self.is_elastic:
+            fleet = self.state.fleet
+            poor = fleet.drains | fleet.distrusted | fleet.deprioritized
+            warm = fleet.places_with(MemberStatus.WARM)
+            seated = self.state.seats.role_by_place
+            assert self.size >= self.fitting({p for p in warm if p[0] not in poor or p in seated})
 
     # Stories.
 

@@ -33,7 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         ("audit-failed", "done", "fault", "inventory", "not-finite", "paused", "pause-refused"),
         _MACHINE,
     ),
-    **dict.fromkeys(("phase", "raised", "restored", "restore-failed"), _MACHINE),
+    **dict.fromkeys(("phase", "raised", "restored", "restore-failed", "size-failed"), _MACHINE),
     "durable-request": (_SAVES,),
     "join": (
         f"{_JOIN}/bootstrapping/test_takeover.py::test_epoch_closed_by_an_agent_is_not_open",

@@ -41,6 +41,7 @@ OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
     "raised": inputs.MemberRaised,
     "restored": inputs.Restored,
     "restore-failed": inputs.NotRestored,
+    "size-failed": inputs.SizeFailed,
     "audit-failed": inputs.AuditFailed,
     "not-finite": inputs.NotFinite,
     "paused": inputs.Paused,

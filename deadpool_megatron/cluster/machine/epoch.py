@@ -8,26 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deadpool_megatron.cluster.machine import chosen_plan, inputs as ev, shutdown, state as states
+from deadpool_megatron.cluster.machine import elasticity, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus, Suspicion
+from deadpool_megatron.cluster.machine.chosen_plan import report_plan
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
-from deadpool_megatron.layout import planner
+from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, Seating
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    Seat,
-    SeatTable,
-    nodes_of,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import losses_survived
+
+# Failures, by the begin of their signature, for which no change of size is at fault.
+_NOT_OF_SIZE = ("node", "nonfinite", "audit")
 
 # Close.
 
@@ -63,9 +59,11 @@ def save_and_end(core: Core, final: FinalStatus, kind: FailureKind | None = None
 
 
 def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_seconds: float) -> None:
-    if failure.signature:
-        note_failure(core, failure)
     state, suspicion = core.state, core.state.blame.suspicion
+    if state.is_changing and failure.signature and failure.signature[0] not in _NOT_OF_SIZE:
+        elasticity.note_failure(core, elasticity.present_size(core), failure.cause)
+    elif failure.signature:
+        note_failure(core, failure)
     last_sign_at = min(core.now - silent_seconds, suspicion.at if suspicion else core.now)
     core.act(CloseEpoch(record.epoch, failure.cause))
     core.emit(Kind.EPOCH_CLOSED, node=failure.node, cause=failure.cause, kind=failure.kind)
@@ -170,13 +168,23 @@ def decide(core: Core) -> None:
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
     restore = planner.choose_restore(shutdown.restore_query(core, seats.seats))
-    if (isinstance(restore, NoRestore) or restore.kind != "memory") and shutdown.must_inspect(core):
+    stuck = bool(seats.unseated) or elasticity.is_struck_off(core)
+    from_disk = isinstance(restore, NoRestore) or restore.kind != "memory"
+    if (from_disk or (stuck and elasticity.allowed_sizes(core))) and shutdown.must_inspect(core):
         return
     if isinstance(restore, NoRestore):
         _handle_no_restore(core, restore.reason)
         return
-    if seats.unseated:
-        _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
+    changes = stuck or state.grows or state.is_changing
+    other = elasticity.other_size(core, stuck=stuck) if changes else None
+    if other is not None and (not seats.unseated or _is_overdue(core)):
+        seats, restore = other
+    elif stuck:
+        roles = list(seats.unseated) or "of a size that was struck off"
+        text = f"roles {roles} wait for a spare node to join"
+        if other is not None:
+            text += f"; without it {len(other[0].seats)} roles continue"
+        _wait_for_spare(core, text, other is not None)
         return
     recovery, plan = state.recoveries.current, state.protection.plan
     record = EpochRecord(
@@ -190,7 +198,7 @@ def decide(core: Core) -> None:
         fewer_copies=missing_copies_with(core, seats.seats),
         cause="; then ".join(recovery.causes) if recovery else "start",
         begins=state.restarted or not state.lineage.ever_ran,
-        history=_history(state, restore),
+        history=_history(core, restore),
     )
     state.epoch = record.epoch
     if isinstance(state.phase_state, states.WaitingSpare):
@@ -200,11 +208,28 @@ def decide(core: Core) -> None:
     core.act(WriteRecord(record))
 
 
-def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+def _is_overdue(core: Core) -> bool:
+    waiting = core.state.phase_state
+    return isinstance(waiting, states.WaitingSpare) and core.now >= waiting.deadline
+
+
+def end_wait(core: Core) -> None:
+    """Continue with fewer model replicas, as no spare has come; else end the run."""
+    if elasticity.allowed_sizes(core):
+        if core.state.fleet.places_with(states.MemberStatus.KILLED):
+            return  # they end soon, or their node is given up
+        decide(core)
+    if _is_overdue(core):
+        shutdown.dump(core)
+
+
+def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, records.NodeAddress]:
     """Return all live nodes as a record names them; a node without a seat is a spare."""
     training = {seat.node for seat in seats.values()}
     return {
-        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
+        node: records.NodeAddress(
+            known.host, known.vault_port, known.domain, spare=node not in training
+        )
         for node, known in sorted(state.fleet.nodes.items())
     }
 
@@ -212,7 +237,7 @@ def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, N
 def missing_copies_with(core: Core, seats: Mapping[int, Seat]) -> frozenset[int]:
     """Return the roles that have fewer copies than wanted with these seats."""
     replicas = losses_survived(core.settings, core.state.protection.plan)
-    return missing_copies(*nodes_of(seats, _record_nodes(core.state, seats)), replicas)
+    return missing_copies(*records.nodes_of(seats, _record_nodes(core.state, seats)), replicas)
 
 
 def _handle_no_restore(core: Core, reason: str) -> None:
@@ -245,19 +270,24 @@ def _with_protection(core: Core, reason: str) -> str:
     return reason
 
 
-def _wait_for_spare(core: Core, text: str) -> None:
-    """Wait for a node that can help; ``text`` is reported when the wait begins."""
-    if not isinstance(core.state.phase_state, states.WaitingSpare):
-        limit = core.settings.spare_timeout_seconds
-        core.state.phase_state = states.WaitingSpare(core.now + limit)
+def _wait_for_spare(core: Core, text: str, is_elastic: bool = False) -> None:
+    """Wait for a node that can help; ``text`` is reported when the wait begins. ``is_elastic``: the
+    run can continue at another size afterwards."""
+    limit = elasticity.wait_seconds(core) if is_elastic else core.settings.spare_timeout_seconds
+    waiting = core.state.phase_state
+    if isinstance(waiting, states.WaitingSpare):
+        waiting.deadline = waiting.since + limit
+    else:
+        core.state.phase_state = states.WaitingSpare(core.now + limit, core.now)
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
-def _history(state: states.State, restore: Restore) -> History:
+def _history(core: Core, restore: Restore) -> History:
     """Return the history of the run for the record of the next epoch, which restores
     ``restore``."""
-    recovery = state.recoveries.current
+    state, recovery = core.state, core.state.recoveries.current
     recomputed = 0 if recovery is None else recovery.recomputed(restore)
+    sizes = state.memory.sizes if core.settings.elastic == "on" else None
     return History(
         kept=planner.keep_lineages(state.lineage.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.removed.items())),
@@ -271,6 +301,8 @@ def _history(state: states.State, restore: Restore) -> History:
         steps_recomputed=state.recoveries.steps_recomputed + recomputed,
         reported_plan=state.protection.reported,
         start=state.start,
+        sizes=sizes,
+        changes=state.changes,
     )
 
 
@@ -299,7 +331,7 @@ def journal_failed(core: Core, event: ev.JournalFailed) -> None:
 def _announce(core: Core, record: EpochRecord) -> None:
     """Announce the pending record, which is durable: it is valid from now on."""
     state, restore, seats = core.state, record.restore, SeatTable(record.seats)
-    before, drained, poisoned = state.seats, state.fleet.draining, state.blame.poisoned_from
+    before, drained, forgotten = state.seats, state.fleet.draining, state.blame.poisoned_from
     state.recoveries.spend("decide", core.now)
     if state.restarted:
         _report_restart(core, restore)
@@ -312,8 +344,12 @@ def _announce(core: Core, record: EpochRecord) -> None:
     else:
         memory.inherited = frozenset()
     memory.promised, memory.found = {}, {}
-    state.phase_state = states.Opening(core.now + opening_seconds(core, record))
-    state.record, state.seats, state.restarted = record, seats, False
+    state.record, state.seats, state.restarted, state.grows = record, seats, False, False
+    limit = core.now + opening_seconds(core, record)
+    state.phase_state = states.Opening(limit, since=core.now)
+    if state.is_changing:  # iterations that are computed again give other numbers
+        first = restore.generation.iteration + 1
+        forgotten = first if forgotten is None else min(first, forgotten)
     if fleet.drains.isdisjoint(seats.nodes):
         fleet.drains = frozenset()
     fleet.deprioritized |= drained
@@ -323,7 +359,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
     # distinguishes their old checkpoints.
     lineage.valid = state.blame.trusted(lineage.valid)
     state.blame.poisoned_from = None
-    core.act(Announce(record, poisoned))
+    core.act(Announce(record, forgotten))
     recovery = state.recoveries.current
     core.emit(
         Kind.EPOCH_DECIDED,
@@ -332,12 +368,13 @@ def _announce(core: Core, record: EpochRecord) -> None:
         segment=restore.boundary,
         changes=sorted(role for role, seat in record.seats.items() if before.get(role) != seat),
         seconds=recovery.phases["decide"] if recovery else 0.0,
-        **({} if poisoned is None else {"forgotten_from": poisoned}),
+        **({} if forgotten is None else {"forgotten_from": forgotten}),
     )
     for place, member in sorted(fleet.members.items()):
         if place in seats.role_by_place:
             continue
-        if place[0] in drained:  # it serves as a fresh spare from now on
+        if place[0] in drained or len(before) != len(seats):
+            # It serves as a fresh spare from now on, built for the present size.
             core.kill(place)
         elif member.status in states.BUILDING:
             core.set_member(place, member.status)  # restarts its time limit
@@ -364,7 +401,8 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
     settings, members = core.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
-    if any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members):
+    is_cold = any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members)
+    if is_cold or core.state.is_changing:
         limit += settings.start_seconds
     if record.restore.kind != "memory":  # index files, or a load, take their time
         limit += settings.first_step_seconds
@@ -383,7 +421,8 @@ def restored(core: Core, event: ev.Restored) -> None:
         text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
         kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
         failure = Failure(text, kind, signature, node=event.node)
-        core.state.blame.suspect(Suspicion(failure, core.now, restore_failed=True))
+        has_failed = not core.state.is_changing
+        core.state.blame.suspect(Suspicion(failure, core.now, restore_failed=has_failed))
         return
     if isinstance(phase_state, states.Entering):
         phase_state.restored.add(role)
@@ -414,6 +453,8 @@ def check_opened(core: Core) -> None:
     recovery, members = state.recoveries.current, state.fleet.members
     for place in state.seats.role_by_place:
         core.set_member(place, states.MemberStatus.WARM)
+    if opening.since is not None and (state.is_changing or not state.changes.seconds):
+        state.changes = replace(state.changes, seconds=core.now - opening.since)
     state.phase_state = states.Running(opening.done, opening.pause)
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
@@ -422,7 +463,7 @@ def check_opened(core: Core) -> None:
         for place in state.fleet.places_with(*states.BUILDING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
-    chosen_plan.report_plan(core)
+    report_plan(core)
     check_done(core)
 
 
@@ -457,6 +498,8 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
     is_new = iteration > state.record.restore.generation.iteration
     if is_recovering and is_new and isinstance(state.phase_state, states.Running | states.Pausing):
         shutdown.end_recovery(core)
+    if is_new and state.is_changing:
+        elasticity.note_trained(core, state.record)
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:

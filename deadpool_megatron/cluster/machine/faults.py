@@ -108,7 +108,16 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     subject = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *subject), node=event.node)
-    core.state.blame.suspect(Suspicion(failure, core.now, bad, not bad))
+    has_failed = not bad and not core.state.is_changing
+    core.state.blame.suspect(Suspicion(failure, core.now, bad, has_failed))
+
+
+def size_failed(core: Core, event: ev.SizeFailed) -> None:
+    """Note that a role cannot train at this size, with which nothing is wrong but the size."""
+    if (role := core.sender_role(event)) is not None:
+        kind, signature = FailureKind.CORRUPT_STATE, ("size", str(len(core.state.seats)))
+        failure = Failure(f"role {role}: {event.text}", kind, signature, node=event.node)
+        core.state.blame.suspect(Suspicion(failure, core.now))
 
 
 def _give_up_recomputing(core: Core, role: int, text: str) -> None:

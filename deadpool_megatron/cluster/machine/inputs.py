@@ -198,6 +198,14 @@ class NotRestored(FromRole):
 
 
 @dataclass(frozen=True)
+class SizeFailed(FromRole):
+    """The report of a role that it cannot train at the size of the record: ``text`` has the reason,
+    such as no room, no map or a state that cannot be cut. Its process stays."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class AuditFailed(FromRole):
     """A difference between peers in ``subject`` in ``iteration``, of which they hand over no
     generation. If ``certain``, all ``roles`` are wrong, else at least some."""

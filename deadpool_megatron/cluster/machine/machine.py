@@ -29,6 +29,7 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.layout.planner import is_rolled_back
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
+from deadpool_megatron.layout.sizes import SizeChanges
 
 NO_NODES: Mapping[int, str] = {}
 # The function that handles each input. An input from or about a member is handled only if it is of
@@ -65,6 +66,7 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.MemberFault: faults.fault_reported,
     ev.MemberRaised: faults.raised,
     ev.NotRestored: faults.restore_failed,
+    ev.SizeFailed: faults.size_failed,
     ev.AuditFailed: faults.audit_failed,
     ev.Restored: epoch.restored,
     ev.MemberDone: pauses.note_done,
@@ -88,6 +90,7 @@ class Machine(Core):
             SeatTable(planned),
             lineage=states.LineageProgress(valid=saved),
             protection=states.ChosenProtection(first_plan(config.settings)),
+            changes=SizeChanges(config.world_size),
         )
         super().__init__(config, state, now)
 
@@ -120,6 +123,8 @@ class Machine(Core):
         state.phase_state = states.TakingOver(self.now + takeover.rejoin_limit_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted, state.start = config.restarted, history.start
+        if history.sizes is not None:
+            state.memory.sizes, state.changes = history.sizes, history.changes
         fleet = state.fleet
         fleet.removed = {**history.gone, **removed}
         fleet.quarantined = history.wrong | quarantined.keys()
@@ -188,11 +193,13 @@ class Machine(Core):
                     failure = membership.silent(node, "did not close the epoch in time")
                     membership.drop_node(self, node, failure)
             case states.WaitingSpare():
-                shutdown.dump(self)
+                epoch.end_wait(self)
             case states.Deciding():
                 shutdown.cannot_decide(self, f"waited too long for {waited}")
             case states.Opening(restored=restored):
                 faults.not_restored(self, tuple(sorted(set(state.seats) - restored)))
+            case states.Running():
+                pauses.grow(self)
             case states.Pausing():
                 pauses.check_paused(self, overdue=True)
             case states.Dumping() as dumping:

@@ -78,6 +78,8 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
             epoch.close(core, failure, silent_seconds=silent_seconds)
         case _ if is_needed:
             epoch.close(core, failure, silent_seconds=silent_seconds)
+        case states.Running(deadline=float()):
+            consider_pause(core)  # it was to grow
 
 
 def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
@@ -365,7 +367,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
             epoch.save_and_end(core, FinalStatus(event.exit_code or 1, reason, failure.kind))
         else:
             epoch.close(core, failure)
-        if not on_purpose and not device_is_lost:
+        if not on_purpose and not device_is_lost and not state.is_changing:
             _crashed(core, event.node, failure)
     elif (
         state.phase is states.Phase.BOOTSTRAPPING

@@ -4,19 +4,13 @@ nothing."""
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.machine import epoch, inputs, shutdown
+from deadpool_megatron.cluster.machine import epoch, inputs, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.chosen_plan import pause_cause, take_request
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.state import (
-    Dumping,
-    Entering,
-    PauseOrder,
-    Pausing,
-    Running,
-    State,
-)
+from deadpool_megatron.cluster.machine.elasticity import can_grow
+from deadpool_megatron.cluster.machine.state import Entering, PauseOrder, Pausing, Running, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus, FailureKind
 from deadpool_megatron.layout.ranks import rank_of
@@ -37,8 +31,8 @@ def begin(core: Core, running: Running) -> None:
 
 def consider_pause(core: Core) -> None:
     """Pause the running job when a wanted drain, or missing copies, can now be served."""
-    state, record = core.state, core.state.record
-    if not _is_running(state) or record is None:
+    state, record, running = core.state, core.state.record, core.state.phase_state
+    if not isinstance(running, Running) or not _is_running(state) or record is None:
         return
     for node in sorted(state.fleet.drains & state.seats.nodes):
         if not epoch.seating(core, epoch.barred_nodes(state) | {node}).unseated:
@@ -47,10 +41,19 @@ def consider_pause(core: Core) -> None:
     if state.protection.plan != record.protection:
         _pause_next(core, pause_cause(state))
         return
-    if not record.fewer_copies:
-        return
-    if record.fewer_copies - epoch.missing_copies_with(core, record.seats):
+    if record.fewer_copies and record.fewer_copies - epoch.missing_copies_with(core, record.seats):
         _pause_next(core, "a new node can hold the missing copies")
+        return
+    grows_at = running.deadline or core.now + core.settings.settle_seconds
+    running.deadline = grows_at if can_grow(core) else None
+
+
+def grow(core: Core) -> None:
+    """Pause for the larger size, which has fitted for long enough."""
+    if _is_running(core.state) and can_grow(core):
+        _pause_next(core, "more model replicas fit", grows=True)
+    else:
+        consider_pause(core)
 
 
 def _is_running(state: State) -> bool:
@@ -68,9 +71,11 @@ def _pause(core: Core, order: PauseOrder) -> None:
         check_paused(core)
 
 
-def _pause_next(core: Core, cause: str, draining: frozenset[int] = frozenset()) -> None:
+def _pause_next(
+    core: Core, cause: str, draining: frozenset[int] = frozenset(), *, grows: bool = False
+) -> None:
     iteration = _boundary_after(core.state, core.state.reached)
-    _pause(core, PauseOrder(iteration, cause, draining))
+    _pause(core, PauseOrder(iteration, cause, draining, grows=grows))
 
 
 def _boundary_after(state: State, iteration: int) -> int:
@@ -117,7 +122,7 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     computed is committed; else the next run computes the iteration under way. A share of the
     seconds left, if they are given, is spent on the pause."""
     state, final = core.state, FinalStatus(ExitStatus.SAVED, event.reason)
-    if isinstance(state.phase_state, Dumping):
+    if isinstance(state.phase_state, states.Dumping):
         shutdown.expedite(core, state.phase_state, event.reason)
         return
     if state.final is None:
@@ -195,5 +200,5 @@ def check_paused(core: Core, *, overdue: bool = False) -> None:
     # The sizes are compared first, which is cheap: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
-        core.state.fleet.draining = order.draining
+        core.state.fleet.draining, core.state.grows = order.draining, order.grows
         epoch.close(core, Failure(order.cause, FailureKind.DRAINED))

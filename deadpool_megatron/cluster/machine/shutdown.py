@@ -16,11 +16,12 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
+from deadpool_megatron.layout.ranks import SIZE_STEP
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
-    """Return the query for the state from which the next epoch is restored."""
+    """Return the query for the state from which the next epoch is restored, at the same size."""
     state, start, held = core.state, core.config.start, core.state.memory.held
     # After a takeover, only memory shows what the first epoch has computed.
     begins = not (state.lineage.ever_ran or state.lineage.newest or state.memory.has_computed)
@@ -39,6 +40,14 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
         start=start if start.kind == "initial" and begins else None,
         every=1 if state.record is None else state.record.protection.every,
     )
+
+
+def roles_of(core: Core, count: int) -> range:
+    """Return the roles of a run of ``count`` roles: each size has numbers of its own."""
+    sizes, missing = core.state.memory.sizes, core.config.world_size - count
+    begin = 0 if sizes is None else missing // sizes.ranks_per_replica * SIZE_STEP
+    begin += core.settings.first_role
+    return range(begin, begin + count)
 
 
 # Checkpoints.
@@ -88,7 +97,12 @@ def dump(core: Core) -> None:
     elif must_inspect(core):
         state.final = final
         return
-    restore = planner.choose_restore(restore_query(core, state.seats))
+    query = restore_query(core, state.seats)
+    restore = planner.choose_restore(query)
+    if state.is_changing and (isinstance(restore, NoRestore) or restore.kind != "memory"):
+        # The generation of the size before is still whole.
+        before = planner.choose_restore(replace(query, roles=roles_of(core, state.changes.trained)))
+        restore = before if isinstance(before, Restore) else restore
     if isinstance(restore, NoRestore):
         status = 1 if final.status == ExitStatus.SAVED else final.status
         # If nodes cannot write, that is the reason, reported with the generations that they hold.
@@ -138,7 +152,10 @@ def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
         return
     nodes = state.memory.held.keys() & state.fleet.nodes.keys()
     deadline, failed = core.now + core.settings.first_step_seconds, _failed(core)
-    state.phase_state = states.Dumping(deadline, final, saved, nodes, chains=chains, failed=failed)
+    roles = tuple(sorted(restore.sources))
+    state.phase_state = states.Dumping(
+        deadline, final, saved, nodes, chains=chains, failed=failed, roles=roles
+    )
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
 
@@ -271,10 +288,8 @@ def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
     nodes = sorted(dumping.finished & core.state.fleet.nodes.keys())
     if not nodes:
         return {}
-    return {
-        role: seat.node if seat.node in nodes else nodes[role % len(nodes)]
-        for role, seat in sorted(core.state.seats.items())
-    }
+    own = {role: seat.node for role, seat in core.state.seats.items() if seat.node in nodes}
+    return {role: own.get(role, nodes[role % len(nodes)]) for role in dumping.roles}
 
 
 def dump_exported(core: Core, event: ev.DumpExported) -> None:

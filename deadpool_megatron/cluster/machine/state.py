@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import common_layouts, is_kept
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.layout.sizes import Sizes
+from deadpool_megatron.layout.sizes import SizeChanges, Sizes
 from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
 
@@ -293,12 +293,14 @@ LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 
 @dataclass
 class PauseOrder:
-    """Order to all members to pause after ``iteration``; ``draining``: nodes to be drained."""
+    """Order to all members to pause after ``iteration``; ``draining``: nodes to be drained;
+    ``grows``: a larger size is chosen then."""
 
     iteration: int
     cause: str
     draining: frozenset[int] = frozenset()
     paused: set[int] = field(default_factory=set)
+    grows: bool = False
 
 
 @dataclass
@@ -348,10 +350,11 @@ class Closing:
 
 @dataclass
 class WaitingSpare:
-    """The wait for a node that joins."""
+    """The wait for a node that joins, which began at ``since``."""
 
     phase: ClassVar = Phase.WAITING_SPARE
     deadline: float
+    since: float
 
 
 @dataclass
@@ -366,21 +369,22 @@ class Deciding:
 
 @dataclass
 class Opening(Entering):
-    """The wait until every role has restored."""
+    """The wait until every role has restored. ``since``: when this coordinator announced it."""
 
     phase: ClassVar = Phase.OPENING
+    since: float | None = None
 
 
 @dataclass
 class Running:
     """Training of all roles. ``has_begun``: whether the work that had to wait for this phase is
-    done; ``pause``: a part of it."""
+    done; ``pause``: a part of it. ``deadline``: when the run grows, if a larger size fits."""
 
     phase: ClassVar = Phase.RUNNING
-    deadline: ClassVar[None] = None
     done: set[int] = field(default_factory=set)
     pause: PauseOrder | None = None
     has_begun: bool = False
+    deadline: float | None = None
 
 
 @dataclass
@@ -402,7 +406,7 @@ class Dumping:
     of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that could not
     write, and why, now or when another generation was tried before. ``damaged``: a node has found
     damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is being made
-    a checkpoint.
+    a checkpoint. ``roles``: those of the generation.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -417,6 +421,7 @@ class Dumping:
     failed: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     exporting: bool = False
+    roles: tuple[int, ...] = ()
 
 
 @dataclass
@@ -453,7 +458,8 @@ class State:
     ``seats``: those of the last announced record, or as planned before there is any. ``epoch``:
     highest number given to a record. ``record``: the last announced. ``restarted``: new agents have
     joined an epoch that was open; ``survived``: so have agents older than this coordinator.
-    ``start``: see :class:`History`. ``final``: how the run ends once its state is saved.
+    ``start``, ``changes``: see :class:`History`. ``grows``: the next record may be of a larger
+    size. ``final``: how the run ends once its state is saved.
     ``early``: how far the program has come, if it ended before its last iteration. ``unsaved``: why
     its last checkpoint is not valid. ``requests``: those of users, open or just ended. ``agreed``:
     properties that the nodes share, None until they are judged.
@@ -472,6 +478,8 @@ class State:
     restarted: bool = False
     survived: bool = False
     start: int = 0
+    changes: SizeChanges = field(default_factory=SizeChanges)
+    grows: bool = False
     final: FinalStatus | None = None
     early: str = ""
     unsaved: str = ""
@@ -510,6 +518,11 @@ class State:
             return 0
         begun, reported = self.record.restore.generation.iteration, self.lineage.reported
         return max(begun, reported.iteration) if reported.lineage == self.record.epoch else begun
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether no iteration was completed yet since the number of roles has changed."""
+        return self.record is not None and self.changes.trained != len(self.record.seats)
 
     @property
     def is_restored(self) -> bool:

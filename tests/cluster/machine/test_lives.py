@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -38,7 +38,9 @@ LIVES = Path(__file__).parent / "lives"
 class RecordedWorld(World):
     """A world that writes down what the machine does, with the time."""
 
-    def __init__(self, *shape: int) -> None:
+    inspects = False
+
+    def __init__(self, *shape: Any) -> None:
         self.lines: list[str] = []
         self.known: list[EpochRecord] = []
         super().__init__(Shape(*shape).config(), Clock("", 0.0))
@@ -226,6 +228,34 @@ def checkpoints_are_fallen_back_to() -> RecordedWorld:
     return world
 
 
+def sizes_change() -> RecordedWorld:
+    """Of three replicas two are lost, one after the other; a process that is lost changes no size.
+    Growth to three fails twice, so that two replicas train to the end."""
+    world = RecordedWorld(3, 0, 1, 1, 0, True)
+    world.train_on(3)
+    for _ in range(2):
+        world.feed(ev.DurableValid(world.state.reached, f"/saves/{world.epoch}"))
+        world.lose(max(world.nodes))
+        world.settle()
+        world.feed(ev.CheckpointsFound(frozenset()))
+        world.wait("elastic_wait")
+        world.train_on(2)
+        world.show()
+    world.end_member(0, 0)
+    world.train_on(2)
+    world.join()
+    world.join()
+    world.refusals = 6
+    for _ in range(12):
+        world.tick(20.0)
+        world.train_on(2)
+        world.feed(ev.CheckpointsFound(frozenset()))
+    world.show()
+    for seat in world.state.seats.values():
+        world.feed(ev.MemberDone(*seat.to_list(), world.epoch))
+    return world
+
+
 def memories_differ() -> RecordedWorld:
     """Nodes have memory for all, for their own role, or for neither; then plans are requested
     that need more, less, and another cadence."""
@@ -277,6 +307,7 @@ def time_alone_ends_waits() -> RecordedWorld:
         the_program_ends,
         users_ask,
         memories_differ,
+        sizes_change,
         checkpoints_are_fallen_back_to,
         time_alone_ends_waits,
     ],

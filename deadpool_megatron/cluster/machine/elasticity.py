@@ -1,0 +1,120 @@
+"""Elasticity: without a spare the run continues with fewer model replicas, and grows back later.
+
+Roles of each size have numbers of their own (layout.ranks). A change fails by the fault of its
+size: generations, copies and nodes are not doubted for it, and the second time the size is struck
+off for the rest of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.machine import shutdown, state as states
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import planner
+from deadpool_megatron.layout.planner import Seating
+from deadpool_megatron.layout.records import EpochRecord, Restore, Seat
+
+_MAX_FAILURES = 2
+
+
+def allowed_sizes(core: Core) -> tuple[int, ...]:
+    """Return the numbers of model replicas that the run may have, ascending; none where their
+    number is fixed."""
+    sizes, failed = core.state.memory.sizes, core.state.changes.failed
+    if core.settings.elastic == "off" or sizes is None or len(sizes.replicas) < 2:
+        return ()
+    return tuple(size for size in sizes.replicas if failed.count(size) < _MAX_FAILURES)
+
+
+def present_size(core: Core) -> int:
+    """Return the number of model replicas of the newest record; 0 as long as it is not known."""
+    sizes = core.state.memory.sizes
+    return 0 if sizes is None else len(core.state.seats) // sizes.ranks_per_replica
+
+
+def is_struck_off(core: Core) -> bool:
+    """Return whether the size of the newest record must not be tried again."""
+    return core.state.changes.failed.count(present_size(core)) >= _MAX_FAILURES
+
+
+def wait_seconds(core: Core) -> float:
+    """Return how long the run waits for a spare before another size is chosen."""
+    settings, cost = core.settings, core.state.changes.seconds
+    longest = settings.spare_timeout_seconds
+    return min(settings.elastic_wait_seconds or 2 * cost or longest, longest)
+
+
+def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
+    """Return seats and state of the largest other size for which there are nodes and state. A run
+    that is not ``stuck`` at its size only grows, and computes nothing again."""
+    state, present = core.state, present_size(core)
+    for size in reversed(allowed_sizes(core)):
+        seats = _seats(core, size, stuck) if size > present or (stuck and size < present) else {}
+        if not seats:
+            continue
+        query = replace(shutdown.restore_query(core, seats), roles=seats, start=None)
+        if (saved := query.durable) is not None:  # a dump is of one size
+            loses = not stuck and saved.generation.iteration < state.reached
+            query = replace(query, durable=None if loses or saved.kind == "dump" else saved)
+        restore = planner.choose_restore(query)
+        if isinstance(restore, Restore):
+            return Seating(seats), restore
+        if state.grows:
+            note_failure(core, size, restore.reason)
+    return None
+
+
+def can_grow(core: Core) -> bool:
+    """Return whether a larger size has its nodes, all of them ready."""
+    larger = (size for size in allowed_sizes(core) if size > present_size(core))
+    return any(_seats(core, size, stuck=False) for size in larger)
+
+
+def _seats(core: Core, size: int, stuck: bool) -> dict[int, Seat]:
+    """Return the seats of a size on whole nodes: those with roles in the order of their ranks, then
+    spares. Empty without enough nodes; only a run that is ``stuck`` takes poor or cold spares."""
+    fleet, members, nproc = core.state.fleet, core.state.fleet.members, core.config.nproc
+    sizes, seated = core.state.memory.sizes, core.state.seats
+    if sizes is None:
+        return {}
+    warm = set(fleet.places_with(states.MemberStatus.WARM))
+    first = {seat.node: role for role, seat in sorted(seated.items(), reverse=True)}
+    poor = fleet.drains | fleet.distrusted | fleet.deprioritized
+    found = list[tuple[bool, bool, int, int]]()
+    for node in fleet.nodes.keys() - fleet.draining - fleet.quarantined:
+        places = {(node, rank) for rank in range(nproc)}
+        is_ready = node in first or (node not in poor and places <= warm)
+        if places <= members.keys() and (stuck or is_ready):
+            rank = first.get(node, -len(places & warm))
+            found.append((node in fleet.deprioritized, node not in first, rank, node))
+    roles = shutdown.roles_of(core, size * sizes.ranks_per_replica)
+    chosen = [node for *_, node in sorted(found)[: len(roles) // nproc]]
+    free = [(node, rank) for node in chosen for rank in range(nproc)]
+    if len(free) < len(roles):
+        return {}
+    return {r: Seat(*p, members[p].incarnation) for r, p in zip(roles, free, strict=True)}
+
+
+def note_failure(core: Core, size: int, cause: str) -> None:
+    """Note that a change to this size has failed."""
+    changes = core.state.changes
+    core.state.changes = replace(changes, failed=(*changes.failed, size))
+    text = f"the change to {size} model replicas has failed: {cause}"
+    is_over = size not in allowed_sizes(core)
+    core.log("warning", text + ("; it is not tried again" if is_over else ""))
+
+
+def note_trained(core: Core, record: EpochRecord) -> None:
+    """Note that the first iteration at this size is complete."""
+    state, roles = core.state, len(record.seats)
+    before, state.changes = state.changes.trained, replace(state.changes, trained=roles)
+    if state.memory.sizes is None:
+        return
+    per, last = state.memory.sizes.ranks_per_replica, state.recoveries.finished[-1:]
+    facts: dict[str, Any] = {"from": before // per, "to": roles // per, "why": record.cause}
+    if last and last[0].epoch == record.epoch:  # else another coordinator began it
+        facts |= {"seconds": last[0].seconds, "phases": last[0].phases}
+    core.emit(Kind.SIZE, **facts)
