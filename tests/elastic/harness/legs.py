@@ -1,5 +1,5 @@
-"""A training without protection at one number of ranks after the other, through checkpoints: what
-an elastic run is compared with.
+"""A training without protection at one number of ranks after the other, through checkpoints, to
+compare elastic runs with.
 
 A leg is what is trained at one number of ranks. Legs are given as pairs: the number of ranks, and
 the last iteration.
@@ -51,7 +51,7 @@ def megatron_lm_legs(flags: Mapping[str, object], lengths: Lengths, folder: Path
     """Train pretrain_gpt.py of stock Megatron-LM."""
     results = three_runs(tree(), folder, flags, lengths)
     for (_, last), (ranks, saves) in zip(lengths, results, strict=True):
-        # Of the ranks with losses the first: the reporting rank is among them.
+        # The first rank with losses: the reporting rank is among them.
         rank = next(rank for rank in ranks if rank.losses)
         yield Leg(
             saves / f"iter_{last:07d}",

@@ -1,0 +1,151 @@
+"""Runs that continue at another size when no spare is left, held against stock training at the same
+sizes (legs)."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.ranks import SIZE_STEP, rank_of
+from tests.elastic.harness.legs import Leg, Lengths, megatron_lm_legs, trainer_legs
+from tests.faults.harness import jobs
+from tests.megatron_lm.harness.runs import gpt
+from tests.persist.harness.checkpoints import differences
+
+ELASTIC = "--deadpool-elastic on --deadpool-elastic-wait 0.1 --deadpool-set settle-seconds=1"
+HELD_TRAINER = str(Path(__file__).parents[2] / "persist" / "harness" / "held_trainer.py")
+# Checkpoints by parameter: in the other format Megatron saves memory that was never written, too.
+_DISTRIBUTED = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+_NUMBERS = ("loss", "grad_norm", "learning_rate")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program that can train at several sizes. ``replicas``: at full size; ``legs``: trains it
+    without protection."""
+
+    program: jobs.Program
+    replicas: int
+    legs: Callable[[Lengths, Path], Iterator[Leg]]
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Return the number of ranks of a model replica."""
+        return self.program.nodes * self.program.members_per_node // self.replicas
+
+
+def trainer_job(
+    flags: str, replicas: int, iterations: int, nodes: int, members: int = 1, every: int = 2
+) -> Job:
+    """The embedded trainer with a checkpoint after each ``every`` iterations; slow (see hold.py)
+    until there is a file ``{run}.grown``."""
+    layout = jobs.Layout("elastic", f"{flags} --global-batch-size 12", nodes, members)
+    program = jobs.trainer(layout, iterations, f"--save {{run}}/saves --save-interval {every}")
+    command = (HELD_TRAINER, f"6-{iterations}={{run}}.grown", *program.command[2:])
+    arguments = f"{jobs.MODEL} {layout.flags} --train-iters {iterations}"
+    legs = functools.partial(trainer_legs, arguments)
+    return Job(replace(program, command=command), replicas, legs)
+
+
+def megatron_lm_job(
+    flags: Mapping[str, object],
+    replicas: int,
+    nodes: int,
+    members: int = 1,
+    every: int = 1,
+    within: Path | None = None,
+) -> Job:
+    """pretrain_gpt.py with a checkpoint after each ``every`` iterations. ``within``: another tree
+    than the checkout."""
+    flags = {**_DISTRIBUTED, "global_batch_size": 12, "bf16": True, **flags}
+    program = gpt(nodes, within, **{**flags, "save": "{run}/saves", "save_interval": every})
+    legs = functools.partial(megatron_lm_legs, flags)
+    return Job(replace(program, members_per_node=members), replicas, legs)
+
+
+def run_elastic(
+    directory: Path,
+    job: Job,
+    plan: Sequence[Mapping[str, Any]],
+    *,
+    grows: bool = False,
+    settings: str = "",
+    **options: Any,
+) -> tuple[jobs.Outcome, list[int]]:
+    """Run a job with faults and no spare, and hold it against stock; also return the numbers of
+    model replicas with which it trained, in order. ``grows``: a lost node is replaced, and
+    iterations take long until the run has its full size again."""
+    if grows:
+        options = {"refill": 1, "when_stepping": (1, lambda: await_growth(directory)), **options}
+    else:
+        directory.with_suffix(".grown").touch()
+    settings = f"{ELASTIC} {settings}".strip()
+    outcome = jobs.run_program(directory, job.program, plan, settings=settings, **options)
+    missing = {str(fault["id"]) for fault in plan} - outcome.fired
+    assert outcome.status == job.program.status, outcome.story()
+    assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
+    found = lengths(outcome, job)
+    folder = directory.with_name("stock")
+    folder.mkdir()
+    for (ranks, last), leg in zip(found, job.legs(found, folder), strict=True):
+        compare(outcome, job, leg, ranks, last)
+    return outcome, [ranks // job.ranks_per_replica for ranks, _ in found]
+
+
+def await_growth(directory: Path) -> None:
+    """Wait until the run has its full size again, and have its iterations take no longer than they
+    need."""
+    epochs = set()
+
+    def is_grown(event: Event) -> bool:
+        if event.kind is Kind.EPOCH_DECIDED and event.epoch > 1:
+            epochs.update([event.epoch] * (min(event.data["changes"], default=0) < SIZE_STEP))
+        return event.kind is Kind.EPOCH_OPENED and event.epoch in epochs
+
+    jobs.await_event(directory, is_grown)
+    directory.with_suffix(".grown").touch()
+
+
+def lengths(outcome: jobs.Outcome, job: Job) -> Lengths:
+    """Return what the run trained at each size: numbers of ranks, and last iterations."""
+    found, size = list[tuple[int, int]](), job.replicas
+    for event in outcome.of_kind(Kind.EPOCH_DECIDED):
+        following = _size(event, job, size)
+        if following != size:
+            ranks, last = size * job.ranks_per_replica, int(event.data["generation"][1])
+            while found and found[-1][1] > last:  # computed again at another size
+                ranks, _ = found.pop()
+            if last > (found[-1][1] if found else 0):
+                found.append((ranks, last))
+        size = following
+    found.append((size * job.ranks_per_replica, outcome.final["iterations"]))
+    return [list(legs)[-1] for _, legs in itertools.groupby(found, key=lambda leg: leg[0])]
+
+
+def _size(event: Event, job: Job, before: int) -> int:
+    """Return the number of model replicas of a decided epoch."""
+    changes = event.data["changes"]
+    return job.replicas - changes[0] // SIZE_STEP if changes else before
+
+
+def compare(outcome: jobs.Outcome, job: Job, leg: Leg, ranks: int, last: int) -> None:
+    """Hold the numbers of a leg, and the state after it, against those of stock."""
+    where, steps = f"{ranks} ranks to {last}", outcome.final["steps"]
+    own = {step["iteration"]: [step[name] for name in _NUMBERS] for step in steps}
+    for step in leg.steps:
+        wanted = [step[name] for name in _NUMBERS]
+        assert own[step["iteration"]] == wanted, (where, step, outcome.story())
+    first = (job.replicas - ranks // job.ranks_per_replica) * SIZE_STEP
+    hashes = outcome.final["hashes"].get(str(last), {})
+    of_size = {rank_of(int(r)): h for r, h in hashes.items() if int(r) - rank_of(int(r)) == first}
+    if leg.hashes:
+        assert of_size == dict(enumerate(leg.hashes)), where
+    saved = outcome.directory / "saves" / f"iter_{last:07d}"
+    if saved.exists():
+        # Extras are in the run's folder alone.
+        known = ("common.args", "files")
+        found = [line for line in differences(leg.saves, saved) if not line.startswith(known)]
+        assert not found, (where, found)
