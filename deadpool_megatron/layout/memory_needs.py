@@ -16,7 +16,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -206,6 +206,23 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
         scheme = "for second copies (--deadpool-protection local-twice)"
     own = own_bytes(layout) * roles_per_node
     return NodeNeeds(roles_per_node, layout.slots, own, kept * roles_per_node, scheme)
+
+
+def needs_at_size(
+    layout: RoleLayout, size: int, other: int, cp: int, roles_per_node: int, settings: Settings
+) -> NodeNeeds:
+    """Return a node's needs for ``other`` model replicas, from the layout of a role of ``size``.
+    ``cp``: context-parallel size."""
+
+    def resized(part: PartInfo) -> PartInfo:
+        if part.name not in layout.shard_parts:
+            return part
+        if len(part.replicas) == size * cp:  # each of them has the state of whole parameters
+            return replace(part, replicas=part.replicas[: other * cp])
+        return replace(part, nbytes=math.ceil(part.nbytes * size / other))
+
+    parts = tuple(map(resized, layout.parts))
+    return node_needs(replace(layout, parts=parts), roles_per_node, settings)
 
 
 class _Sizing:

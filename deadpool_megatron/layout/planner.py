@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.ranks import SIZE_STEP, rank_of
 from deadpool_megatron.layout.rebuild import Rebuild, rebuilds_of
 from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
+from deadpool_megatron.layout.sizes import Sizes
 
 # Node and local rank of a member.
 Place = tuple[int, int]
@@ -32,7 +35,8 @@ class RestoreQuery:
     ``kept``: lineage -> last iteration that is kept (:func:`keep_lineages`). ``durable``: the
     newest valid checkpoint (path, boundary, iteration). ``start``: the first state of the run,
     as long as no role ever got further than that, else None. ``every``: iterations from one
-    protected generation to the next.
+    protected generation to the next. ``sizes``: those of an elastic run, from whose parts those of
+    another size can be cut.
     """
 
     epoch: int
@@ -47,6 +51,7 @@ class RestoreQuery:
     durable: Restore | None = None
     start: Restore | None = None
     every: int = 1
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     """Return the newest state that every role can get back.
 
     In this order: the newest generation in memory of which each role's shard parts and extras have
-    a source, or the shard parts can be decoded or recomputed; the durable checkpoint; the start of
-    the run, if nothing was computed yet. A restore that is not from memory is a generation of the
-    new epoch: the members seal it first.
+    a source, or the shard parts can be decoded, recomputed, or cut from those of another size; the
+    durable checkpoint; the start of the run, if nothing was computed yet. A restore that is not
+    from memory is a generation of the new epoch: the members seal it first.
 
     Generations that are older than the checkpoint by more than the slots hold are ignored: they are
     those of a host that left the run long ago.
@@ -182,7 +187,8 @@ class PartIndex:
 
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
-        unknown = set(query.roles) - query.layouts.keys()
+        others = (range(first, first + count) for first, count in self._other_sizes)
+        unknown = {*query.roles, *chain.from_iterable(others)} - query.layouts.keys()
         found = common_layouts(unknown, query.inventories.values())
         self._layouts: dict[int, RoleLayout] = {**found, **query.layouts}
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
@@ -203,9 +209,48 @@ class PartIndex:
 
     def produce(self, generation: Generation) -> Restore | str:
         """Return the restore of one generation, or the name of what it lacks."""
+        found = self._produce(generation, self._query.roles)
+        for first, count in self._other_sizes if isinstance(found, str) else ():
+            old = self._produce(generation, range(first, first + count))
+            if isinstance(old, Restore) and self._are_divisible(old.sources):
+                return self._cut(old, first, count)
+        return found
+
+    @cached_property
+    def _other_sizes(self) -> list[tuple[int, int]]:
+        """Return the first role of each other size, and the number of its roles."""
+        sizes = self._query.sizes
+        if sizes is None:
+            return []
+        full, per = sizes.replicas[-1], sizes.ranks_per_replica
+        found = [(SIZE_STEP * (full - each), each * per) for each in reversed(sizes.replicas)]
+        return [(first, count) for first, count in found if count != len(self._query.roles)]
+
+    def _are_divisible(self, roles: Iterable[int]) -> bool:
+        return all(self._layouts[role].shard_map.nbytes for role in roles)
+
+    def _cut(self, old: Restore, first: int, count: int) -> Restore:
+        """Return the restore of the query's roles from the ``count`` roles of another size, from
+        ``first`` on. It has their sources and recipes, too.
+
+        Each role is named all roles with parts of its slice: only vaults have their shard maps.
+        """
+        sizes, extras = self._query.sizes, records.extras_part(old.boundary)
+        assert sizes is not None
+        sources, recipes = dict(old.sources), dict(old.recipes)
+        now, then = (n // sizes.ranks_per_replica for n in (len(self._query.roles), count))
+        for role in self._query.roles:
+            donor, grid = sizes.grid.donor(rank_of(role), now, then), sizes.grid
+            peers = {*grid.data_peers(donor, then), *grid.expert_data_peers(donor, then)}
+            layouts = [self._layouts[first + rank] for rank in sorted(peers)]
+            recipes[role] = Recipe(cut={layout.role: layout.layout_hash for layout in layouts})
+            sources[role] = {extras: old.sources[first + donor][extras]}
+        return replace(old, sources=sources, recipes=recipes)
+
+    def _produce(self, generation: Generation, roles: Iterable[int]) -> Restore | str:
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
         recipes: dict[int, Recipe] = {}
-        for role in self._query.roles:
+        for role in roles:
             layout = self._layouts.get(role)
             if layout is None:
                 return f"the layout of role {role}"

@@ -299,10 +299,12 @@ class Replay(Listed):
 @dataclass(frozen=True)
 class Recipe(Coded):
     """The way to shard parts of a role without a whole copy: ``decodings`` by part, ``replay`` for
-    all of them together."""
+    all of them together; or ``cut``: roles of another size, with the hash of their layouts, from
+    whose parts (and the recipes for them) it cuts its own."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
     replay: Replay | None = None
+    cut: Mapping[int, str] = field(default_factory=dict)
 
     def covers(self, part: str) -> bool:
         """Return whether it produces a shard part."""
@@ -339,7 +341,10 @@ class Restore(Coded):
     identity: str = field(default="", compare=False)
 
     def of_roles(self, roles: Collection[int]) -> Restore:
-        """Return the same with the sources and recipes of these roles only."""
+        """Return the same with the sources and recipes of these roles only, and of those from
+        which they are cut."""
+        cuts = (self.recipes[role].cut for role in roles if role in self.recipes)
+        roles = {*roles, *itertools.chain.from_iterable(cuts)}
         sources = {role: self.sources[role] for role in roles if role in self.sources}
         recipes = {role: self.recipes[role] for role in roles if role in self.recipes}
         return replace(self, sources=sources, recipes=recipes)

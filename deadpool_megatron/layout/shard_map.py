@@ -9,6 +9,7 @@ else decides which bytes are copied.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 from deadpool_megatron.wire.forms import Coded, Listed
 
+# Start of each tensor in a part. 64 is a cache line and enough for every dtype and vector width.
+ALIGNMENT_BYTES = 64
 # A role, and the name of a shard part of it.
 RolePart = tuple[int, str]
 
@@ -28,23 +31,19 @@ class CannotReshard(ValueError):
 class Run(Listed):
     """Consecutive elements of a parameter, and the places of their state in a part.
 
-    ``key``: the parameter's slice of the model. ``states``: state with its type -> offset of the
-    first element, bytes of each. ``singles``: state that has one value for all elements -> offset,
-    bytes.
+    ``key``: the parameter's slice of the model. ``states``: state with its type -> offset, bytes,
+    and the bytes from an element to the next, 0 for a value that all elements share.
     """
 
     key: str
     start: int
     count: int
-    states: Mapping[str, tuple[int, int]]
-    singles: Mapping[str, tuple[int, int]]
+    states: Mapping[str, tuple[int, int, int]]
 
     @property
-    def kinds(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Return names and bytes of the state, for all elements and for each."""
-        both = self.states, self.singles
-        each, single = ({(name, size) for name, (_, size) in kept.items()} for kept in both)
-        return each, single
+    def kinds(self) -> dict[str, tuple[int, int]]:
+        """Return bytes and step of each state."""
+        return {name: (size, step) for name, (_, size, step) in self.states.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,17 @@ class Span(NamedTuple):
     source: int
     target: int
     nbytes: int
+
+
+def key_of(part: RolePart) -> str:
+    """Return the name under which a failure names a part of another role."""
+    return f"{part[0]}/{part[1]}"
+
+
+def part_of(key: str, role: int) -> RolePart:
+    """Invert :func:`key_of`; the bare name of a part is that of ``role``."""
+    match = re.fullmatch(r"(\d+)/(.*)", key)
+    return (int(match[1]), match[2]) if match else (role, key)
 
 
 def spans(
@@ -98,23 +108,24 @@ def spans(
                 raise CannotReshard(f"the state of {run.key} is of other types at the other size")
             until = min(end, old.start + old.count)
             chosen = found.setdefault(part, [])
-            for name, (offset, size) in run.states.items():
-                source = old.states[name][0] + (at - old.start) * size
-                target = offset + (at - run.start) * size
-                chosen.append(Span(source, target, (until - at) * size))
-            for name, (offset, size) in run.singles.items() if at == run.start else ():
-                chosen.append(Span(old.singles[name][0], offset, size))
+            for name, (offset, size, step) in run.states.items():
+                source, shift = old.states[name][0] + (at - old.start) * step, at - run.start
+                if step or not shift:
+                    count = (until - at) * step or size
+                    chosen.append(Span(source, offset + shift * step, count))
             at = until
     return found
 
 
 def gaps(chosen: Iterable[Span], nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield start and end of the ranges of a part of ``nbytes`` that no span fills: alignment.
-    Raises CannotReshard for spans that overlap, or do not fit."""
+    Raises CannotReshard for spans that overlap, or do not fill the part."""
     taken = sorted((span.target, span.target + span.nbytes) for span in chosen)
     for (_, start), (end, _) in pairwise([(0, 0), *taken, (nbytes, nbytes)]):
         if start > end:
             raise CannotReshard(f"two spans for byte {end} of a part of {nbytes}")
+        if end - start >= ALIGNMENT_BYTES:
+            raise CannotReshard(f"no parameter has bytes {start} to {end} of a part of {nbytes}")
         if start < end:
             yield start, end
 

@@ -50,17 +50,14 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
 def _run(part: Part, key: str, start: int, kept: dict[str, Tensor]) -> Run:
     """Return the places of a parameter's state. Raises UnsupportedState for state that is neither
     one value for each element nor one for all, such as the scaling factors of a part of it."""
-    each, single = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
-    count = kept[""].numel()
+    states, count = dict[str, tuple[int, int, int]](), kept[""].numel()
     for name, tensor in kept.items() if count else ():
-        place = part.offset_of(tensor), tensor.element_size()
-        if tensor.shape == kept[""].shape and "scale" not in name:
-            each[f"{name}:{tensor.dtype}"] = place
-        elif tensor.numel() == 1 and "scale" not in name:
-            single[f"{name}:{tensor.dtype}"] = place
-        else:
+        is_each = tensor.shape == kept[""].shape
+        if "scale" in name or not (is_each or tensor.numel() == 1):
             raise UnsupportedState(f"{name} of {key} belongs to the shard as a whole")
-    return Run(key, start, count, each, single)
+        size = tensor.element_size()
+        states[f"{name}:{tensor.dtype}"] = part.offset_of(tensor), size, size * is_each
+    return Run(key, start, count, states)
 
 
 def _described(key: str, start: int, kept: dict[str, Tensor]) -> str:

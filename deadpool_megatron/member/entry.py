@@ -21,7 +21,12 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.failures import FailureKind, kind_of_end
 from deadpool_megatron.layout.gradient_chain import REPLAY
-from deadpool_megatron.layout.memory_needs import extras_capacity_bytes, node_needs
+from deadpool_megatron.layout.memory_needs import (
+    NodeNeeds,
+    extras_capacity_bytes,
+    needs_at_size,
+    node_needs,
+)
 from deadpool_megatron.layout.ranks import first_role, rank_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.schemes import recomputes
@@ -42,7 +47,7 @@ from deadpool_megatron.state.parts import largest_value
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_difference
-from deadpool_megatron.vault.errors import Interrupted, OutOfSpace, VaultError
+from deadpool_megatron.vault.errors import CutRefused, Interrupted, OutOfSpace, VaultError
 from deadpool_megatron.vault.vault_client import VaultClient
 from deadpool_megatron.wire.framing import readable
 
@@ -179,7 +184,8 @@ class EpochEntry:
             self._make_loop()
 
     def restore(self, record: EpochRecord, role: int) -> None:
-        """Restore the record's generation into the live objects."""
+        """Restore the record's generation into the live objects. Raises CutRefused for the fault
+        of another size."""
         restore, framework = record.restore, self.built.framework
         layout = self.protection.layout
         if restore.kind == "dump" and (reason := dump_difference(Path(restore.path), layout)):
@@ -200,7 +206,13 @@ class EpochEntry:
         plan = record.protection
         # A replay needs the gradients of every iteration.
         with_steps = recomputes(plan) and plan.every == 1
-        self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
+        recipe = restore.recipes.get(role)
+        try:
+            self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
+        except OutOfSpace as error:
+            if recipe is None or not recipe.cut:
+                raise
+            raise CutRefused(str(error)) from error
         self.built.framework.forget_in_flight()
         self.boundary = restore.boundary
         if restore.kind in ("memory", "dump"):
@@ -357,6 +369,8 @@ class EpochEntry:
             )
         except Interrupted as error:
             raise EpochClosed(record.epoch, "restore") from error
+        except CutRefused:
+            raise
         except VaultError as error:
             raise RestoreFailed(getattr(error, "part", ""), str(error)) from error
         part = extras_part(self.boundary)
@@ -397,9 +411,20 @@ class EpochEntry:
         return memory.warnings(needs, limits, memory.memlock_bytes(), pinned=pinned)
 
     def _sizes(self) -> dict[str, Any]:
-        place, reason = self._link.place, fixed_by_scheme(self.settings.protection)
-        found = self.built.framework.sizes(place.world_size, place.members_per_node)
-        return {"sizes": found.fixed(reason).to_dict()} if found else {}
+        place, framework, settings = self._link.place, self.built.framework, self.settings
+        found = framework.sizes(place.world_size, place.members_per_node)
+        if found is None:
+            return {}
+        whole = next((part.indivisible for part in framework.parts if part.indivisible), "")
+        found = found.fixed(fixed_by_scheme(settings.protection) or whole)
+        size = dist.get_world_size() // found.ranks_per_replica
+        layout, per_node = self.protection.layout, place.members_per_node
+
+        def needs_of(other: int) -> NodeNeeds:
+            return needs_at_size(layout, size, other, found.grid.cp, per_node, settings)
+
+        limits = memory.memory_limits(self._vault.directory, settings.memory_bytes)
+        return {"sizes": memory.affordable_sizes(found, needs_of, limits).to_dict()}
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.template import TemplateError
-from deadpool_megatron.vault.errors import OutOfSpace, VaultError
+from deadpool_megatron.vault.errors import CutRefused, OutOfSpace, VaultError
 from deadpool_megatron.wire.framing import readable
 
 _POLL_SECONDS = 0.05
@@ -296,6 +296,8 @@ class Session:
                 self._reports.send(
                     "restore-failed", part=part, text=str(error), other_program=other
                 )
+            elif isinstance(error, CutRefused):  # its process stays, and may train at another size
+                self._reports.send("size-failed", text=str(error))
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, OutOfSpace | ExtrasOutgrown):

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deadpool_megatron.layout.shard_map import Run
+from deadpool_megatron.layout.shard_map import ALIGNMENT_BYTES, Run
 
-# Start of each tensor in a part. 64 is a cache line and enough for every dtype and vector width.
-ALIGNMENT_BYTES = 64
 ARENA_BYTES = 256 << 20
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The sums need eight bytes for each word of a block, of memory that training leaves free.

@@ -38,6 +38,7 @@ class Code(StrEnum):
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
     NO_SHARED_MEMORY = "no-room"
+    CANNOT_CUT = "cannot-cut"
 
 
 class Refusal(StrEnum):
@@ -79,6 +80,7 @@ class VaultError(Exception):
         kinds: dict[str, type[VaultError]] = {
             Code.TOO_LATE: TooLate,
             Code.NO_SHARED_MEMORY: OutOfSpace,
+            Code.CANNOT_CUT: CutRefused,
         }
         return kinds.get(code, VaultError)(text)
 
@@ -93,6 +95,13 @@ class OutOfSpace(VaultError):
     """No memory for a slot: the file system is full, or the node's limit is reached."""
 
     code = Code.NO_SHARED_MEMORY
+
+
+class CutRefused(VaultError):
+    """A role cannot be restored from those of another size, although their parts are intact: for
+    lack of memory, or they are of other parameters."""
+
+    code = Code.CANNOT_CUT
 
 
 class Refused(VaultError):

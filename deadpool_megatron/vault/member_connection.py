@@ -231,7 +231,8 @@ class MemberConnection:
             about |= {"t": "unavailable", "part": outcome.part, "tried": outcome.tried}
             self.link.send(about)
         elif isinstance(outcome, VaultError):
-            self.link.send(about | {"t": "failed", "text": str(outcome)})
+            failed = {"t": "failed", "code": outcome.code, "text": str(outcome)}
+            self.link.send(about | failed)
         else:
             with self._gate.lock:
                 for place in outcome.values():

@@ -15,13 +15,14 @@ import errno
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.layout.memory_needs import NodeNeeds
+from deadpool_megatron.layout.memory_needs import NodeNeeds, sized
+from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 
 _LOCK = ".memory.lock"
@@ -254,6 +255,22 @@ def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
         f" {tightest.nbytes}: {needs.describe()}; {tightest.remedy}, or lower --deadpool-replicas"
         " or --deadpool-max-lag"
     )
+
+
+def affordable_sizes(
+    sizes: Sizes, needs_of: Callable[[int], NodeNeeds], limits: Sequence[MemoryLimit]
+) -> Sizes:
+    """Return the sizes between which a run can change: the slots of both are in memory until all
+    roles have committed at the new size. ``needs_of``: by number of model replicas."""
+    tightest, left = min(limits, key=lambda limit: limit.nbytes), sizes.replicas
+    needed = 0
+    while len(left) > 1:  # a role has the more state, the fewer replicas there are
+        needed = needs_of(left[0]).total + needs_of(left[1]).total
+        if needed <= tightest.nbytes:
+            return replace(sizes, replicas=left)
+        left = left[1:]
+    text = f"a change of size needs {sized(needed)} of memory on this node, {tightest.name} allows"
+    return sizes.fixed(f"{text} {sized(tightest.nbytes)}: {tightest.remedy}" if needed else "")
 
 
 def warnings(

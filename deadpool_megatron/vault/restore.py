@@ -5,6 +5,10 @@ damaged bytes is dropped; a source that cannot be reached, or has not adopted th
 retried until the deadline. After the last source the schemes of the role's recipe produce the part.
 All checked parts are written to a slot of the member's own segment, as if it had written them.
 
+A role of another size than the generation's cuts its parts from those of several old roles. The
+bytes that it needs are copied to its slot while an old part arrives, and its part is sealed after
+all of these have matched their checksums, so that no memory is taken for parts of old roles.
+
 For parts that the member recomputes, the parts of a chain are fetched instead
 (layout.gradient_chain). If this node lacks them, they are copied to the segments for copies and
 steps of other nodes' roles, because a chain has more generations than a role has slots.
@@ -16,18 +20,31 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from deadpool_megatron.layout import records
+import xxhash
+
+from deadpool_megatron.layout import records, shard_map
 from deadpool_megatron.layout.gradient_chain import key
 from deadpool_megatron.layout.planner import PartIndex
 from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
+from deadpool_megatron.layout.shard_map import CannotReshard, Span
 from deadpool_megatron.vault import slot_memory, transport
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_parts, node_of, slots_of
-from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
+from deadpool_megatron.vault.errors import (
+    CutRefused,
+    OutOfSpace,
+    Refused,
+    RestoreUnavailable,
+    VaultError,
+    is_shortage,
+)
 from deadpool_megatron.vault.schemes.registry import Obtained, Rebuilds, Tried
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
@@ -35,6 +52,9 @@ from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
+T = TypeVar("T")
+# Takes bytes of an old part, with their offset in it.
+Put = Callable[[int, memoryview], None]
 
 
 class _SourceUnusable(Exception):
@@ -56,14 +76,17 @@ class _Wanted(NamedTuple):
 
 
 class Restorer:
-    """Gets the parts of a role for an epoch. One thread."""
+    """Gets the parts of a role for an epoch. One thread.
+
+    A role of another size has no seat: its parts are read only, and decoded into a copy of it.
+    """
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int) -> None:
         self._store = store
         self._gate = store.gate
         self._record = record
         self._role = role
-        self._seat = record.seats[role]
+        self._seat = record.seats.get(role)
         self._channels: dict[int, transport.Channel] = {}
         self._silent: set[int] = set()
         # By generation: the owner's bytes and checksum of parts that its peers hold.
@@ -72,9 +95,16 @@ class Restorer:
         self._recipe = record.restore.recipes.get(role, Recipe())
         self._rebuilds = Rebuilds(store, record, role, self._target)
         self._index: PartIndex | None = None
+        self._old = {old: Restorer(store, record, old) for old in self._recipe.cut}
+        self._old_layouts: dict[int, RoleLayout] = {}
 
-    def describe(self) -> RoleLayout | None:
-        """Return the layout of the role from its sources, so that fetching can start early."""
+    def describe(self, layout_hash: str = "") -> RoleLayout | None:
+        """Return the layout of the role from its sources, so that fetching can start early;
+        ``layout_hash``: that with this hash only, which this node may have, too."""
+        with self._gate.lock:
+            held = self._store.table.layout(self._role)
+        if held is not None and held.layout_hash == layout_hash:
+            return held
         found = [*self._record.restore.sources.get(self._role, {}).values()]
         for parts in self._chain().values():
             found += parts.values()
@@ -84,7 +114,7 @@ class Restorer:
                 channel = self._channel(node)
                 channel.send({"t": "describe", "role": self._role})
                 layout = channel.receive()["layout"]
-                if layout is not None:
+                if layout is not None and layout_hash in ("", layout["layout_hash"]):
                     return RoleLayout.from_dict(layout)
             except (_SourceUnusable, *transport.UNREACHABLE) as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
@@ -96,7 +126,7 @@ class Restorer:
 
         A part that must be recomputed is replaced by the parts of its chain, by
         :func:`gradient_chain.key`. Raises RestoreUnavailable, or VaultError when there is no memory
-        or the epoch was closed.
+        or the epoch was closed; CutRefused for a role of another size than the generation's.
         """
         deadline = time.monotonic() + self._store.settings.restore_seconds
         with contextlib.closing(self):
@@ -106,6 +136,10 @@ class Restorer:
                         text: self._obtain_part(layout, wanted, deadline, text)
                         for text, wanted in self._wanted(layout).items()
                     }
+                except OutOfSpace as error:
+                    if not self._recipe.cut:
+                        raise
+                    raise CutRefused(str(error)) from error
                 except OSError as error:  # the directory of a dump cannot be read
                     if not is_shortage(error) or time.monotonic() > deadline:
                         reason = f"{self._record.restore.path}: {error.strerror or error}"
@@ -160,6 +194,8 @@ class Restorer:
         for channel in list(self._channels.values()):
             channel.shutdown()
         self._rebuilds.cut()
+        for old in self._old.values():
+            old.cut()
 
     def close(self) -> None:
         """Close all connections."""
@@ -169,7 +205,19 @@ class Restorer:
     def _obtain_part(
         self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
-        tried: list[tuple[int, int, str]] = []
+        found = self._first_of(wanted, deadline, partial(self._fetch, layout, wanted))
+        if isinstance(found, Place):
+            return found
+        if self._index is not None:
+            return self._load(self._index, layout, wanted, deadline, text)
+        return self._rebuild(layout, text, self._recipe, found, deadline)
+
+    def _first_of(
+        self, wanted: _Wanted, deadline: float, fetch: Callable[[Source], T]
+    ) -> T | list[Tried]:
+        """Return the result of ``fetch`` for the first source with which it succeeds, or the
+        failures of all."""
+        tried: list[Tried] = []
         here = Source(self._gate.node, self._role)
         sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
@@ -177,7 +225,7 @@ class Restorer:
             for source in sorted(sources, key=lambda source: source.node in self._silent):
                 self._gate.require_open(self._record.epoch)
                 try:
-                    return self._fetch(layout, wanted, source)
+                    return fetch(source)
                 except _SourceUnusable as error:
                     sources.remove(source)
                     if source in wanted.sources:
@@ -189,9 +237,7 @@ class Restorer:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
             self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
-        if self._index is not None:
-            return self._load(self._index, layout, wanted, deadline, text)
-        return self._rebuild(layout, text, self._recipe, tried, deadline)
+        return tried
 
     def _rebuild(
         self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
@@ -200,7 +246,104 @@ class Restorer:
         for rebuild in self._rebuilds.of(recipe):
             if (place := rebuild.obtain(layout, part, recipe, tried, deadline)) is not None:
                 return place
+        if recipe.cut and part in layout.shard_parts:
+            return self._cut_part(layout, part, deadline)
         raise RestoreUnavailable(part, tuple(tried))
+
+    # Cutting.
+
+    def _cut_part(self, layout: RoleLayout, name: str, deadline: float) -> Place:
+        """Cut a part from those of old roles. Raises CutRefused, if they are not the reason."""
+        store, epoch = self._store, self._record.epoch
+        nbytes = next(part.nbytes for part in layout.parts if part.name == name)
+        spans, gaps = self._spans(layout, name, nbytes, deadline)
+
+        @contextlib.contextmanager
+        def opened(chosen: Sequence[Span]) -> Iterator[Put]:
+            with self._target(layout) as (segment, slot):
+                store.open_part(segment, slot, name, epoch)
+                yield partial(shard_map.copy_into, segment.data(slot, name, nbytes), chosen)
+
+        def seal() -> Place:
+            with self._target(layout) as (segment, slot):
+                view = segment.data(slot, name, nbytes)
+                for start, end in gaps:
+                    view[start:end] = bytes(end - start)
+                return store.seal_copy(segment, slot, name, nbytes, checksum(view), epoch)
+
+        for (role, part), chosen in spans.items():
+            with contextlib.closing(self._old[role]) as old:
+                old._give(self._old_layouts[role], part, partial(opened, chosen), deadline)
+        return self._when_free(deadline, seal)
+
+    def _spans(
+        self, layout: RoleLayout, name: str, nbytes: int, deadline: float
+    ) -> tuple[dict[shard_map.RolePart, list[Span]], list[tuple[int, int]]]:
+        """Return the spans of old parts of which a part consists, and the gaps between them. The
+        layouts of old roles come from this node or their sources, until enough of them are known.
+        """
+        known = self._old_layouts
+        while True:
+            for role in self._recipe.cut.keys() - known.keys():
+                with contextlib.closing(self._old[role]) as old:
+                    if (found := old.describe(self._recipe.cut[role])) is not None:
+                        known[role] = found
+            maps = {role: old.shard_map.runs.items() for role, old in known.items()}
+            held = {(role, part): runs for role, parts in maps.items() for part, runs in parts}
+            try:
+                spans = shard_map.spans(layout.shard_map.runs.get(name, ()), held)
+                return spans, [*shard_map.gaps(chain.from_iterable(spans.values()), nbytes)]
+            except CannotReshard as error:
+                unknown = self._recipe.cut.keys() - known.keys()
+                if not unknown:
+                    raise CutRefused(f"part {name} of role {layout.role}: {error}") from error
+                if time.monotonic() > deadline:
+                    text = shard_map.key_of((min(unknown), name))
+                    raise RestoreUnavailable(text, ()) from error
+            self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
+            self._gate.require_open(self._record.epoch)
+
+    def _give(
+        self,
+        layout: RoleLayout,
+        name: str,
+        opened: Callable[[], AbstractContextManager[Put]],
+        deadline: float,
+    ) -> None:
+        """Hand out a part of this role, which has no seat, from its start as often as it takes. At
+        the return the whole part has matched its checksum."""
+        sources = self._record.restore.sources.get(self._role, {}).get(name, ())
+        wanted = _Wanted(self._record.restore.generation, name, sources, leads=True)
+        size = self._store.settings.chunk_bytes
+
+        def fetch(source: Source) -> None:
+            if source == Source(self._gate.node, self._role):
+                view = self._find(layout, wanted).view
+                with opened() as put:
+                    for start in range(0, len(view), size):
+                        self._gate.require_open(self._record.epoch)
+                        put(start, view[start : start + size])
+                return
+            channel, nbytes, expected = self._ask(wanted, source)
+            if nbytes != next(part.nbytes for part in layout.parts if part.name == name):
+                self._forget(source.node)
+                raise _SourceUnusable(f"part of {nbytes} bytes is of another layout")
+            digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(size, nbytes)))
+            with opened() as put:
+                for start in range(0, nbytes, size):
+                    content = buffer[: nbytes - start]
+                    channel.receive_bulk(content, digest.update)
+                    put(start, content)
+            self._compare(wanted, source, expected, digest.intdigest())
+
+        while isinstance(tried := self._first_of(wanted, deadline, fetch), list):
+            try:
+                self._rebuild(layout, name, self._recipe, tried, deadline)
+            except RestoreUnavailable as error:
+                key = shard_map.key_of((self._role, name))
+                raise RestoreUnavailable(key, error.tried) from error
+
+    # Sources.
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Return checked bytes that this node holds for the role, in the right layout."""
@@ -234,13 +377,10 @@ class Restorer:
             return self._find(layout, wanted)
         store, epoch = self._store, self._record.epoch
         generation, name = wanted.generation, wanted.name
-        channel = self._channel(source.node)
-        if name == self._extras:
+        if name == self._extras and source.role == self._role:  # another role's sums are of its own
+            channel = self._channel(source.node)
             self._known_sums[generation] |= transport.ask_elsewhere(channel, source, generation)
-        try:
-            nbytes, expected = transport.ask_part(channel, epoch, source, generation, name)
-        except Refused as refused:
-            raise _SourceUnusable(str(refused)) from refused
+        channel, nbytes, expected = self._ask(wanted, source)
         # Memory is allocated only now, as the source might have lacked the part.
         with self._target(layout, wanted) as (segment, slot):
             if not 0 <= nbytes <= segment.capacity(name):
@@ -254,11 +394,23 @@ class Restorer:
                 raise _SourceUnusable("not the bytes that the role had")
             store.open_part(segment, slot, name, epoch)
             found = transport.receive_part(channel, segment, slot, name, nbytes)
-            if found != expected:
-                where = f"from node {source.node}"
-                store.reports.corruption(self._role, generation, name, where, expected, found)
-                raise _SourceUnusable("checksum does not match")
+            self._compare(wanted, source, expected, found)
             return store.seal_copy(segment, slot, name, nbytes, expected, epoch)
+
+    def _ask(self, wanted: _Wanted, source: Source) -> tuple[transport.Channel, int, int]:
+        """Request a part, and return its bytes and checksum with the channel on which it comes."""
+        channel, epoch = self._channel(source.node), self._record.epoch
+        try:
+            about = transport.ask_part(channel, epoch, source, wanted.generation, wanted.name)
+        except Refused as refused:
+            raise _SourceUnusable(str(refused)) from refused
+        return channel, *about
+
+    def _compare(self, wanted: _Wanted, source: Source, expected: int, found: int) -> None:
+        if found != expected:
+            about = self._role, wanted.generation, wanted.name, f"from node {source.node}"
+            self._store.reports.corruption(*about, expected, found)
+            raise _SourceUnusable("checksum does not match")
 
     def _load(
         self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
@@ -311,16 +463,24 @@ class Restorer:
         name = wanted.name
         entry = dumped.entry(source, name)
         place = Place.of(dumped, source, name, entry)
+
+        def copy() -> Place | int:
+            with self._target(layout, wanted) as (segment, slot):
+                slot_memory.require_fit(segment, {name: entry.nbytes})
+                return self._store.copy_part(place, segment, slot, self._record.epoch)
+
+        found = self._when_free(deadline, copy)
+        if isinstance(found, Place):
+            return found
+        about = (self._role, dumped.generation(source), name, str(dumped.path))
+        self._store.reports.corruption(*about, place.checksum, found)
+        return None
+
+    def _when_free(self, deadline: float, action: Callable[[], T]) -> T:
+        """Return the result of ``action`` as soon as it finds a free slot."""
         while True:
             try:
-                with self._target(layout, wanted) as (segment, slot):
-                    slot_memory.require_fit(segment, {name: entry.nbytes})
-                    found = self._store.copy_part(place, segment, slot, self._record.epoch)
-                if isinstance(found, Place):
-                    return found
-                about = (self._role, dumped.generation(source), name, str(dumped.path))
-                self._store.reports.corruption(*about, place.checksum, found)
-                return None
+                return action()
             except _NoSlotYet:
                 if time.monotonic() > deadline:
                     raise
@@ -336,16 +496,18 @@ class Restorer:
         store, epoch = self._store, self._record.epoch
         generation = wanted.generation if wanted is not None else self._record.restore.generation
         lead = wanted.name if wanted is not None and wanted.leads else None
-        if lead is not None:
-            segment = slot_memory.ensure_copy(store, layout, generation, (lead,))
+        copied = layout.shard_parts if lead is None else (lead,)
+        if lead is not None or self._seat is None:
+            segment = slot_memory.ensure_copy(store, layout, generation, copied)
         else:
+            copied = ()
             segment = slot_memory.ensure_own(store, layout, self._seat, epoch=epoch)
         slot = store.claim(segment, generation, epoch)
         if slot is None:
             raise _NoSlotYet("no slot is free yet")
         try:
-            if lead is not None:
-                slot_memory.reserve(store, segment, (lead,), slot, generation)
+            if copied:
+                slot_memory.reserve(store, segment, copied, slot, generation)
             yield segment, slot
         finally:
             self._store.release(segment, slot)

@@ -166,6 +166,9 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
             return False
         restored = record.restore.generation
         later = successors_by(record, offered)(restored)
+        # Roles of another size, whose parts are the oldest here, may have had fewer slots.
+        slots = max((held.layout.slots for held in table.segments.values()), default=0)
+        has_proof = later >= (1 if slots <= 2 + store.settings.max_lag else 2)
         for segment in table.segments.values():
             if segment.seat is not None or segment.layout.step_parts:
                 continue
@@ -175,9 +178,7 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
                 if key in table.writers or table.pins[key]:
                     continue
                 found = segment.generation(slot)
-                enough = 1 if segment.layout.slots <= 2 + store.settings.max_lag else 2
-                has_passed = found == restored and later >= enough
-                is_old = found < restored or has_passed
+                is_old = found < restored or (found == restored and has_proof)
                 if names := _unneeded(segment, slot, owed, is_old=is_old):
                     chosen.append((segment, slot, names))
                     table.writers.add(key)

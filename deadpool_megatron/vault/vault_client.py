@@ -96,7 +96,7 @@ class VaultClient:
         deadline = time.monotonic() + self._connect_seconds
         answer = self._ask(None, deadline, interrupted, "register")
         if answer["t"] != "registered":
-            raise _unregistered(answer)
+            raise _error_of(answer)
         if self._segment is None:
             parked, self._parked = self._parked, None
             # A mapped segment keeps its address, which a device may have registered.
@@ -234,7 +234,7 @@ class VaultClient:
             if self._bad is not None and self._bad[0] == self._epoch:
                 raise VaultError(self._bad[1])
             if self._reply is not None and self._reply["t"] == "unregistered":
-                raise _unregistered(self._reply)
+                raise _error_of(self._reply)
             now = time.monotonic()
             if now >= due:
                 on_wait(now - started)
@@ -264,7 +264,8 @@ class VaultClient:
         """Return the checked shard parts and extras of the generation that ``epoch`` starts from.
 
         Protects that generation from being overwritten. Raises RestoreUnavailable when a part
-        cannot be produced from any source, Interrupted, or VaultError (deadline, epoch over).
+        cannot be produced from any source, CutRefused or OutOfSpace, Interrupted, or VaultError
+        (deadline, epoch over).
         """
         if self._layout is None or self._layout.role != layout.role:
             self.register(layout, epoch, interrupted)
@@ -277,7 +278,7 @@ class VaultClient:
             tried = tuple((int(n), int(r), str(reason)) for n, r, reason in answer["tried"])
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
-            raise VaultError(f"vault: {answer.get('text', answer['t'])}")
+            raise _error_of(answer)
         return RestoredParts(self.notify, self.directory, answer["parts"], self._segment)
 
     def close(self) -> None:
@@ -402,8 +403,8 @@ class VaultClient:
             self._reply = message  # to a request of this epoch, not to an abandoned request
 
 
-def _unregistered(answer: Mapping[str, Any]) -> VaultError:
-    """Return the error of a vault that cannot use the slots of this process."""
+def _error_of(answer: Mapping[str, Any]) -> VaultError:
+    """Return the error of a vault that cannot serve this process."""
     code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
     return VaultError.of(code, f"vault: {text}")
 

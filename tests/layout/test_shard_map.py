@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from zlib import crc32
 
-import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import shard_map
-from deadpool_megatron.layout.shard_map import CannotReshard, Run, ShardMap, Span
+from deadpool_megatron.layout.shard_map import Run, ShardMap
 
 Flat = tuple[bytes, tuple[Run, ...]]
 STATES = {"": 4, "exp_avg": 2, "exp_avg_sq": 4}
@@ -42,14 +41,14 @@ def parts(sizes: Sequence[Sequence[int]], replicas: int) -> list[Flat]:
                 if start < end:
                     places = {}
                     for state, width in STATES.items():
-                        places[state] = len(content), width
+                        places[state] = len(content), width, width
                         for element in range(start - at, end - at):
                             text = f"{key}{state}{element}".encode()
                             content += crc32(text).to_bytes(4, "big")[:width]
                         content += bytes(-len(content) % 64)
-                    single = {"step": (len(content), 4)}
+                    places["step"] = len(content), 4, 0
                     content += (key[-1] * 4).encode() + bytes(60)
-                    runs.append(Run(key, start - at, end - start, places, single))
+                    runs.append(Run(key, start - at, end - start, places))
                 at += size
         found.append((bytes(content), tuple(runs)))
     return found
@@ -73,52 +72,3 @@ def test_parts_of_another_size_are_those_that_it_would_have_made(sizes, before, 
     assert [cut(wanted, of_instances) for wanted in new] == found
     read = ShardMap.from_dict(ShardMap.of({"shard": new[0][1]}).to_dict())
     assert read.runs["shard"] == new[0][1]
-
-
-def test_three_replicas_become_two_as_by_hand():
-    """The table of the plan: parameters of 100 elements at 0 and of 600 at 128, padded to 768."""
-
-    def run(key: str, start: int, count: int, at: int) -> Run:
-        step = -(-4 * count // 64) * 64
-        states = {name: (at + i * step, 4) for i, name in enumerate(("", "m", "v"))}
-        return Run(key, start, count, states, {"step": (at + 3 * step, 4)})
-
-    old = [[run("a", 0, 100, 0), run("b", 0, 128, 1408)], [run("b", 128, 256, 0)]]
-    old.append([run("b", 384, 216, 0)])
-    new = [run("a", 0, 100, 0), run("b", 0, 256, 1408)], [run("b", 256, 344, 0)]
-    held = {(role, "shard"): runs for role, runs in enumerate(old)}
-    same = [Span(at, at, 400) for at in (0, 448, 896)] + [Span(1344, 1344, 4)]
-    assert shard_map.spans(new[0], held) == {
-        (0, "shard"): [
-            *same,
-            *(Span(s, t, 512) for s, t in ((1408, 1408), (1920, 2432), (2432, 3456))),
-            Span(2944, 4480, 4),
-        ],
-        (1, "shard"): [Span(s, t, 512) for s, t in ((0, 1920), (1024, 2944), (2048, 3968))],
-    }
-    assert shard_map.spans(new[1], held) == {
-        (1, "shard"): [
-            *(Span(s, t, 512) for s, t in ((512, 0), (1536, 1408), (2560, 2816))),
-            Span(3072, 4224, 4),
-        ],
-        (2, "shard"): [Span(s, t, 864) for s, t in ((0, 512), (896, 1920), (1792, 3328))],
-    }
-
-
-@pytest.mark.parametrize("fault", ["other key", "other type", "hole", "one for all", "overlap"])
-def test_what_does_not_fit_is_not_cut(fault):
-    run = Run("w", 4, 8, {"": (0, 4)}, {})
-    held = {
-        "other key": Run("w2", 4, 8, {"": (0, 4)}, {}),
-        "other type": Run("w", 4, 8, {"": (0, 2)}, {}),
-        "hole": Run("w", 5, 8, {"": (0, 4)}, {}),
-        "one for all": Run("w", 4, 8, {}, {"": (0, 4)}),
-        "overlap": Run("w", 0, 20, run.states, run.singles),
-    }[fault]
-
-    def cut_twice() -> None:
-        found = shard_map.spans([run, run], {(0, "shard"): [held]})
-        list(shard_map.gaps(found[0, "shard"], 64))
-
-    with pytest.raises(CannotReshard):
-        cut_twice()

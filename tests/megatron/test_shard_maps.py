@@ -71,6 +71,8 @@ def test_state_cut_for_another_size_is_that_of_its_own_optimizer(name):
             for part, content in parts.items():
                 target = memoryview(bytearray(len(content)))
                 found = shard_map.spans(layout.shard_map.runs[part], held)
+                every = [span for chosen in found.values() for span in chosen]
+                assert all(shard_map.gaps(every, len(content)))  # of alignment alone
                 for (role, source), chosen in found.items():
                     shard_map.copy_into(target, chosen, 0, memoryview(old[role][1][source]))
                 assert bytes(target) == content

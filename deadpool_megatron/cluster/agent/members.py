@@ -27,7 +27,7 @@ _RECEIVE_BYTES = 1 << 16
 # The newest message of each of these kinds is repeated to a coordinator that has just started.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
-    *("paused", "fault", "raised", "restore-failed", "durable-request"),
+    *("paused", "fault", "raised", "restore-failed", "size-failed", "durable-request"),
 )
 
 

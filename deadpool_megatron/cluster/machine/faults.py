@@ -17,6 +17,7 @@ from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind
 from deadpool_megatron.layout.gradient_chain import REPLAY, suspects
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
+from deadpool_megatron.layout.shard_map import part_of
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
@@ -88,16 +89,17 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         abort_start(core, final)
         return
     restore, generation = record.restore, record.restore.generation
-    tried = [*restore.sources.get(role, {}).get(event.part, ())]
-    recipe = restore.recipes.get(role)
-    decoding = recipe.decodings.get(event.part) if recipe is not None else None
+    owner, part = part_of(event.part, role)  # a role of another size, or its own
+    tried = [*restore.sources.get(owner, {}).get(part, ())]
+    recipe = restore.recipes.get(owner)
+    decoding = recipe.decodings.get(part) if recipe is not None else None
     if decoding is not None:
         # Its parity blocks: no decoding works without them. The data that other roles hold of their
         # own is not in doubt for that; if it is damaged, the node that holds it has found out.
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
                 tried += places
-    bad = frozenset(BadPart(source.node, source.role, generation, event.part) for source in tried)
+    bad = frozenset(BadPart(source.node, source.role, generation, part) for source in tried)
     if recipe is not None:
         bad |= frozenset(suspects(recipe, generation, event.part))
         if event.part == REPLAY:

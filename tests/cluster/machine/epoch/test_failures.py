@@ -133,11 +133,12 @@ def test_all_agents_gone_ends_the_coordinator():
 # State that does not restore.
 
 
-def test_part_that_cannot_be_fetched_is_not_relied_on_again():
+@pytest.mark.parametrize(("reporter", "part"), [(1, "main"), (0, "1/main")])
+def test_part_that_cannot_be_fetched_is_not_relied_on_again(reporter, part):
     rig = Rig().run(7)
     rig.lose(1, g(6), g(7))
     rig.journal()
-    rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "checksum differs"))
+    rig.feed(ev.NotRestored(*rig.seat(reporter), 2, part, "checksum differs"))
     rig.tick(0.6)
     assert "checksum differs" in rig.only(act.CloseEpoch).cause
     rig.feed(rig.inventory(0, g(6), g(7)), rig.inventory(2, g(6)))
