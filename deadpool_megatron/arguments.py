@@ -184,5 +184,4 @@ _UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS", "gb": "GB"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),
-    "elastic_wait_seconds": ("--deadpool-elastic-wait",),
 }

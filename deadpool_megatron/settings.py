@@ -151,8 +151,8 @@ class Settings:
         "on: without a spare the run continues with fewer model replicas, if the program can have"
         " them, and with all again when nodes have joined; off: it waits for a spare",
     )
-    elastic_wait_seconds: float = _setting(
-        0.0, "wait for a spare before that (0: twice the time that the last such change took)"
+    elastic_wait: str = _setting(
+        "auto", "seconds to wait for a spare before that; auto: twice what the last change took"
     )
     audit_interval: int = _setting(
         0,
@@ -259,6 +259,8 @@ class Settings:
                 "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
                 f" gradients of every iteration, got {self.cadence}"
             )
+        if self.elastic_wait != "auto" and float(self.elastic_wait) > self.spare_timeout_seconds:
+            raise SettingsError("--deadpool-elastic-wait is above --deadpool-spare-timeout")
         # Each limit must be longer than the limits inside it, or an inner wait never reports.
         for shorter, longer, factor, reason in _LADDER:
             low, high = getattr(self, shorter), getattr(self, longer)
@@ -361,6 +363,11 @@ NEVER = ("off", "0")
 # The kernel counts waits in milliseconds, as int.
 LONGEST_SECONDS = 1e6
 LONGEST_CADENCE = 1000
+#: by name: above the first number, at most the second
+_ABOVE: Mapping[str, tuple[float, float]] = {
+    **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
+    "link_share": (0, 1),
+}
 _COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_keep")
 _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -371,12 +378,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "dscp": (0, 63),
     "vault_nice": (0, 19),
     "chunk_bytes": (4096, 1 << 30),
-    "elastic_wait_seconds": (0, LONGEST_SECONDS),
-}
-#: by name: above the first number, at most the second
-_ABOVE: Mapping[str, tuple[float, float]] = {
-    **{n: (0, LONGEST_SECONDS) for n in FIELDS if n.endswith("_seconds") and n not in _RANGES},
-    "link_share": (0, 1),
 }
 _FACTORY = r"[\w.]+:\w+"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -398,6 +399,7 @@ _FORMS: Mapping[str, tuple[str, str]] = {
         rf"auto|[1-9][0-9]{{0,2}}|{LONGEST_CADENCE}",
         f"auto or a number from 1 to {LONGEST_CADENCE}",
     ),
+    "elastic_wait": (r"auto|\d{1,6}(\.\d+)?", "auto or a number of seconds"),
     "persist_interval": (r"auto|off|\d+", "auto, off or a number of iterations"),
     "notify": (r"(?:https?://[^/\s]\S*|@/.+)?", "a URL of http or https, or @/FILE"),
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
@@ -411,7 +413,6 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("node_silence_seconds", "rejoin_seconds", 1, "a node allows itself the same part of both"),
     ("fence_seconds", "takeover_seconds", 0.5, "a late sign of life is not a dead coordinator"),
     ("beat_interval_seconds", "fence_seconds", 5, "a few late beats are not a cut"),
-    ("elastic_wait_seconds", "spare_timeout_seconds", 1, "the run ends when that is over"),
     ("health_seconds", "start_seconds", 1, "a node's health is asked before its members start"),
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),

@@ -178,8 +178,10 @@ def _carry_out(given: list[str]) -> int:
 
 def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
     """Return the option that names the file of a system error; empty if none does."""
-    file = str(getattr(cause, "filename", None))
-    names = [name.replace("_", "-") for name, value in vars(args).items() if str(value) == file]
+    if (file := getattr(cause, "filename", None)) is None:
+        return ""  # else an option without a value would be named
+    given = vars(args).items()
+    names = [name.replace("_", "-") for name, value in given if str(value) == str(file)]
     for word in filter(None, args.options):
         if any(f"--{name}".startswith(word) for name in names):
             return f"{word} "

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
         if self.parity_group:
             scheme |= {"protection": "parity", "parity_group": self.parity_group}
         if self.is_elastic:
-            scheme |= {"elastic": "on", "elastic_wait_seconds": 60.0, "settle_seconds": 50.0}
+            scheme |= {"elastic": "on", "elastic_wait": "60", "settle_seconds": 50.0}
         settings = Settings(replicas=self.replicas, restarts_in_place=10_000, **scheme)
         return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
 
@@ -255,7 +255,7 @@ class World(Agents):
         """A run waits no longer than it has to if it can go on at another size."""
         if self.state.phase is not Phase.WAITING_SPARE or not self.is_elastic:
             return
-        fleet, limit = self.state.fleet, self.config.settings.elastic_wait_seconds
+        fleet, limit = self.state.fleet, float(self.config.settings.elastic_wait)
         assert not self.state.lineage.invalidated, "no state is doubted for its size"
         self.waits_since = self.clock.now if self.waits_since is None else self.waits_since
         if self.clock.now > self.waits_since + limit and self.state.lineage.valid:

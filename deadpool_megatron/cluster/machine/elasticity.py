@@ -42,9 +42,9 @@ def is_struck_off(core: Core) -> bool:
 
 def wait_seconds(core: Core) -> float:
     """Return how long the run waits for a spare before another size is chosen."""
-    settings, cost = core.settings, core.state.changes.seconds
-    longest = settings.spare_timeout_seconds
-    return min(settings.elastic_wait_seconds or 2 * cost or longest, longest)
+    given, longest = core.settings.elastic_wait, core.settings.spare_timeout_seconds
+    usual = 2 * core.state.changes.seconds or longest
+    return min(usual if given == "auto" else float(given), longest)
 
 
 def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
