@@ -40,7 +40,8 @@ class Resized:
     def chosen(self, bad: frozenset[BadPart] = frozenset()) -> Restore:
         held = {node: state.inventory() for node, state in self.vaults.states.items()}
         sizes, kept = Sizes(1, (2, 3), grid=Grid()), {1: NO_LIMIT}
-        query = RestoreQuery(2, SEATS, held, {}, {}, kept, bad_parts=bad, sizes=sizes)
+        layouts = {role: self.vaults.coded.layouts[role] for role in range(3)}
+        query = RestoreQuery(2, SEATS, held, {}, {}, kept, layouts, bad, sizes=sizes)
         found = choose_restore(query)
         assert isinstance(found, Restore), found
         return found
@@ -78,10 +79,13 @@ def resized(tmp_path, request):
 
 @pytest.mark.parametrize("resized", [set(), {1}, {2}], indirect=True, ids=str)
 def test_parts_are_cut_from_parts_of_old_roles_whole_or_decoded(resized):
-    resized.vaults.open()
     lost = resized.vaults.lost
-    strange = replace(resized.vaults.coded.layouts[0], layout_hash="x", shard_map=mapped(1, 9))
-    seal(resized.vaults.directories[4] / "copy-0.seg", strange, None, {"shard": b"?" * 9})
+    stale = 1 if 2 in lost else 2  # of another model, on the spare
+    strange = replace(
+        resized.vaults.coded.layouts[stale], layout_hash="x", shard_map=mapped(0, 9**9)
+    )
+    seal(resized.vaults.directories[4] / f"copy-{stale}.seg", strange, None, {"shard": b"?" * 9})
+    resized.vaults.open()
     resized.cut(resized.chosen())
     assert resized.vaults.corruptions() == []
     assert len(resized.vaults.decoded()) == (3 - min(lost) if lost else 0)
