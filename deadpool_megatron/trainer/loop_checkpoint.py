@@ -64,7 +64,7 @@ def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
     the rank with the same layers, slices and experts that has the lowest data-parallel rank: such
     ranks draw the same random numbers and count the same sums."""
     rank, world_size, grid = dist.get_rank(), dist.get_world_size(), Workload.of(loop.config).grid
-    ranks = extras_file.roles_in(directory) or world_size
+    ranks = extras_file.role_count(directory) or world_size
     if ranks != world_size:
         rank = grid.donor(rank, world_size // grid.ranks, ranks // grid.ranks)
     own = extras_file.read(directory, rank, ranks)

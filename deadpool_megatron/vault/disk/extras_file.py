@@ -55,7 +55,7 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
     return path.read_bytes()[:-_DIGEST_BYTES]
 
 
-def roles_in(checkpoint: Path) -> int | None:
+def role_count(checkpoint: Path) -> int | None:
     """Return the number of roles whose files are the newest; None without any."""
     newest = max(files_in(checkpoint), key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else int(newest.name.rpartition("-")[2])

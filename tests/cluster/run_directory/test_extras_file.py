@@ -23,9 +23,9 @@ def test_save_without_extras_of_all_roles_is_not_found(tmp_path):
 
 
 def test_extras_fit_the_number_of_roles(tmp_path):
-    assert extras_file.roles_in(tmp_path) is None
+    assert extras_file.role_count(tmp_path) is None
     extras_file.write(tmp_path, 1, 2, b"second")
-    assert extras_file.roles_in(tmp_path) == 2
+    assert extras_file.role_count(tmp_path) == 2
     assert extras_file.read(tmp_path, 1, 2) == b"second"
     assert extras_file.read(tmp_path, 1, 4) is None
     with pytest.raises(extras_file.ExtrasFileError, match="No such file"):
