@@ -412,6 +412,8 @@ class EpochEntry:
 
     def _sizes(self) -> dict[str, Any]:
         place, framework, settings = self._link.place, self.built.framework, self.settings
+        if settings.elastic == "off":
+            return {}
         found = framework.sizes(place.world_size, place.members_per_node)
         if found is None:
             return {}
