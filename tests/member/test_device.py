@@ -90,7 +90,7 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(machine, capf
 
 def test_fake_nccl_needs_a_fault_plan(machine, capfd, monkeypatch):
     machine(0)
-    assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, communicator="a.module:factory")
+    assert "only with a fault plan" in refusal(capfd, communicator="a.module:factory")
     monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
     assert select_device("a.module:factory", 3) == "a.module:factory"
 
