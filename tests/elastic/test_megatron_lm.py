@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 FIRST = jobs.dies("first", "forward", 1, 5)
 FP16 = {"bf16": None, "fp16": True, "initial_loss_scale": 2.0**21, "hysteresis": 1}
-WHOLE = {"use_distributed_optimizer": None, "dist_ckpt_optim_fully_reshardable": None}
 EVALUATION = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1, "global_batch_size": 12}
 # Name: flags, model replicas, nodes, members of each; faults; the numbers of replicas then.
 CASES = {
