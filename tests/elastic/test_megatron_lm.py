@@ -36,7 +36,7 @@ CASES = {
         {"overlap_grad_reduce": True, "overlap_param_gather": True},
         *(4, 4, 1, [FIRST], [4, 3]),
     ),
-    "fp16, updates skipped": (FP16, 4, 4, 1, [jobs.dies("first", "gate", 1, 3)], [4, 3]),
+    "fp16, updates skipped": (FP16, 4, 4, 1, [jobs.dies("first", "gate", 1, 6)], [4, 3]),
     "evaluation": (EVALUATION, 4, 4, 1, [jobs.dies("first", "evaluation.begin", 1, 4)], [4, 3]),
     "two losses": (
         {},
