@@ -60,5 +60,5 @@ def test_grows_as_stock_at_full_size(tmp_path, monkeypatch, losses):
     plan = [FIRST, jobs.dies("second", "forward", SIZE_STEP, 6)][:losses]
     job = megatron_lm_job({"train_iters": 24}, 4, 4, within=tmp_path / "tree")
     outcome, sizes = run_elastic(tmp_path / "run", job, plan, grows=True, refill=losses)
-    assert sizes[: losses + 1] == [4, 3, 2][: losses + 1], outcome.story()
-    assert sizes[-1] == 4, outcome.story()
+    # The second loss may find the first new node, as a spare of the smaller size.
+    assert sizes in ([4, 3, 4], [4, 3, 2, 4], [4, 3, 2, 3, 4]), outcome.story()
