@@ -411,9 +411,9 @@ class EpochEntry:
         return memory.warnings(needs, limits, memory.memlock_bytes(), pinned=pinned)
 
     def _sizes(self) -> dict[str, Any]:
-        place, framework, settings = self._link.place, self.built.framework, self.settings
-        if settings.elastic == "off":
+        if self.settings.elastic == "off":
             return {}
+        place, framework, settings = self._link.place, self.built.framework, self.settings
         found = framework.sizes(place.world_size, place.members_per_node)
         if found is None:
             return {}

@@ -210,9 +210,8 @@ def test_durable_restore_begins_with_state_that_no_checkpoint_holds(monkeypatch,
     in the folder of the checkpoint count if they are of this role of this model."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     warned = list[str]()
-    protection = SimpleNamespace(
-        enter=lambda epoch, every, **more: None, layout=SimpleNamespace(to_dict=dict, peers=(0,))
-    )
+    layout = SimpleNamespace(without_runs=SimpleNamespace(to_dict=dict), peers=(0,))
+    protection = SimpleNamespace(enter=lambda epoch, every, **more: None, layout=layout)
     built = SimpleNamespace(
         loop=loop,
         protection=protection,

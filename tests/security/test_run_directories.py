@@ -31,7 +31,7 @@ COMMANDS = {
     "agent --node-id": ("agent", "--run-dir", "DIR", "--node-id", "0"),
     "standby": (
         *("standby", "--run-dir", "DIR", "--node-id", "0", "--host", "127.0.0.1"),
-        *("--port", "0", "--report-fd", "2"),
+        *("--port", "0"),
     ),
     "run": ("run", "--run-dir", "DIR", *SIZE, "--", "-m", "deadpool_megatron.trainer"),
     "run --resume": (

@@ -287,8 +287,7 @@ def _history(core: Core, restore: Restore) -> History:
     ``restore``."""
     state, recovery = core.state, core.state.recoveries.current
     recomputed = 0 if recovery is None else recovery.recomputed(restore)
-    sizes = state.memory.sizes if core.settings.elastic == "on" else None
-    return History(
+    history = History(
         kept=planner.keep_lineages(state.lineage.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.removed.items())),
         wrong=state.fleet.quarantined,
@@ -301,9 +300,10 @@ def _history(core: Core, restore: Restore) -> History:
         steps_recomputed=state.recoveries.steps_recomputed + recomputed,
         reported_plan=state.protection.reported,
         start=state.start,
-        sizes=sizes,
-        changes=state.changes,
     )
+    if core.settings.elastic == "off" or state.memory.sizes is None:
+        return history
+    return replace(history, sizes=state.memory.sizes, changes=state.changes)
 
 
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
