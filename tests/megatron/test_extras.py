@@ -44,6 +44,8 @@ class Model(torch.nn.Module):
 class Loop:
     """The parts of a loop that are captured, with an fp16 optimizer."""
 
+    loads_extras = False
+
     def __init__(self) -> None:
         self.model = Model()
         self.model_chunks: list[Any] = [self.model]
