@@ -6,10 +6,17 @@ from deadpool_megatron.layout.ranks import SIZE_STEP
 from tests.elastic.harness.runs import megatron_lm_job, run_elastic
 from tests.faults.harness import jobs
 from tests.megatron_lm.harness.arguments import MOE
-from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.runs import held_tree
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
+NEWEST = pytest.mark.skipif(TAG != "core_v0.19.0", reason="elastic runs were tried on 0.19 only")
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.slow,
+    pytest.mark.full,
+    needs_megatron_lm,
+    NEWEST,
+]
 
 FIRST = jobs.dies("first", "forward", 1, 5)
 FP16 = {"bf16": None, "fp16": True, "initial_loss_scale": 2.0**21, "hysteresis": 1}
