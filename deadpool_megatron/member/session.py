@@ -176,7 +176,7 @@ class Session:
                 return
             reports.section = "build"
             world_size = len(record.seats)
-            rank = self._provisional_role % world_size
+            rank = rank_of(self._provisional_role) % world_size
             if not self._is_restarted_in(record):
                 rank = entry.program.provisional_role(rank, world_size)
             entry.build_detached(first + rank, world_size)
