@@ -40,13 +40,6 @@ def fixed_by_scheme(scheme: str) -> str:
     return f"--deadpool-protection {scheme} is for one size" if is_fixed else ""
 
 
-def fitting(sizes: Sizes, slots: int, per_node: int) -> int:
-    """Return the largest number of model replicas for ``slots`` places of members, of which only
-    those of whole nodes with ``per_node`` places count; 0 if none fits."""
-    places = slots // per_node * per_node
-    return max((n for n in sizes.replicas if n * sizes.ranks_per_replica <= places), default=0)
-
-
 @dataclass(frozen=True)
 class SizeChanges(Coded):
     """Changes of the number of model replicas, as far as a coordinator must know them.
