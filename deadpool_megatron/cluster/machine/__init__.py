@@ -10,6 +10,7 @@
 | takeover | a new coordinator continues a run |
 | membership | the loss of nodes, the life of member processes |
 | epoch | the close, the decision and the opening of an epoch |
+| elasticity | the sizes that the run may have, and the change to another |
 | pauses | all members pause at the same iteration: drains, other protection, a dump |
 | chosen_plan | the plan of the next record, and whether memory is enough for it |
 | requests | the requests of users |
