@@ -3,11 +3,12 @@
 
     .venv/bin/python scripts/soak.py --minutes 120 --seed 1 --out soak.json --plot soak.png
 
-Real processes on this machine: the embedded trainer on 4 nodes with 2 spares that are refilled, all
-kinds of faults. One undisturbed run gives the hash of every role's state after every iteration;
-struck runs of the same length follow, one after the other. Each reported hash is compared as it
-arrives. At the end: no process and no shared memory left, and nothing that lived on grew, neither
-processes nor shared memory, nor the run directory by more than the events of its iterations.
+Real processes on this machine: the embedded trainer, all kinds of faults. Rounds follow one after
+the other, by turns with spares that are refilled, and without a spare, so that they continue with
+fewer model replicas until a new node has joined (soaking/rounds.py). The reported hash of each
+role's state after each iteration is compared with plain training at the same sizes. At the end: no
+process and no shared memory left, and nothing that lived on grew, neither processes nor shared
+memory, nor the run directory by more than the events of its iterations.
 
 As root the soak gives itself a network and a mount namespace (unshare), in which it cuts
 connections (nft) and fills the disk of the run directory; else these faults are left out.
@@ -31,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "bench", "..")]
 
 from common.machine import machine_facts, write_facts  # noqa: E402
 from common.termination import orderly_termination  # noqa: E402
@@ -104,36 +105,25 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     """All rounds; returns the facts, also of a soak that found something."""
     became_parent_of_orphans()
     began, dice = time.monotonic(), random.Random(args.seed)
-    facts: dict[str, Any] = {"soak": vars(args) | {"isolated": isolated}}
-    facts["soak"] = {k: str(v) if isinstance(v, Path) else v for k, v in facts["soak"].items()}
-    facts["machine"] = machine_facts()
+    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    facts = {"soak": given | {"isolated": isolated}, "machine": machine_facts()}
     kinds = {k: v for k, v in faults.KINDS.items() if not args.kinds or k in args.kinds.split(",")}
     plan = rounds.Plan(kinds, tuple(args.pause), 180.0, isolated)
-    struck: list[rounds.Struck] = []
-    done: list[rounds.Round] = []
-    found = ""
-    number = args.round_iterations
-    print(f"reference: {number} iterations without a fault", file=sys.stderr)
+    struck, done = list[rounds.Struck](), list[rounds.Round]()
+    found, number = "", args.round_iterations
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
-        reference = rounds.start(base / "reference", number, began, None, nodes=())
-        done.append(reference)
-        rounds.finish(reference, number)
-        clean(reference)
-        # On a slow machine the reference takes as long as all of a short soak.
         deadline = time.monotonic() + 60.0 * args.minutes
         while time.monotonic() < deadline:
-            name = f"round-{len(done)}"
-            print(f"{name}: {len(struck)} faults so far", file=sys.stderr)
-            round_ = rounds.start(base / name, number, began, reference.hashes)
-            done.append(round_)
+            name, variant = f"round-{len(done)}", len(done) % len(rounds.VARIANTS)
+            print(f"{name}: {rounds.VARIANTS[variant]}, {len(struck)} faults", file=sys.stderr)
+            done.append(round_ := rounds.start(base / name, number, began, variant))
             struck += rounds.strike_on(round_, plan, dice, deadline, number)
-            if round_.newest < number and time.monotonic() >= deadline:
-                rounds.end(round_)
-            else:
-                rounds.finish(round_, number)
+            is_whole = round_.newest >= number or time.monotonic() < deadline
+            rounds.finish(round_, number) if is_whole else rounds.end(round_)
+            rounds.compare(round_)
             clean(round_)
-    except rounds.SoakError as error:
+    except (rounds.SoakError, AssertionError) as error:
         found = str(error)
         struck += getattr(error, "struck", [])
         print(f"FOUND: {found}", file=sys.stderr)
@@ -144,9 +134,8 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
         for process in busy:
             process.kill()
             process.wait()
-    if args.kinds == "none" and not found:
-        false_alarms = sum(round_.recoveries for round_ in done)
-        found = f"{false_alarms} recoveries though nothing was struck" if false_alarms else ""
+    if args.kinds == "none" and not found and (alarms := sum(it.recoveries for it in done)):
+        found = f"{alarms} recoveries though nothing was struck"
     return facts | summary(struck, done, found, time.monotonic() - began)
 
 
@@ -212,27 +201,26 @@ def summary(
     unseen = [name for name, kind in kinds.items() if not kind["observed"]]
     if unseen and not found:
         found = f"struck, and never observed: {', '.join(unseen)}"
-    samples = [sample for round_ in done[1:] for sample in round_.samples]
+    samples = [sample for round_ in done for sample in round_.samples]
     grown = growth.judge(samples, 120.0)
-    files = [growth.files_verdict(round_.files) for round_ in done[1:]]
+    files = [growth.files_verdict(round_.files) for round_ in done]
     return {
         "seconds": seconds,
         "found": found,
         "faults": len(struck),
         "kinds": kinds,
         "all_seconds": percentiles(sorted(o.seconds for o in struck if o.seconds is not None)),
-        "recoveries": sum(round_.recoveries for round_ in done[1:]),
-        "rounds": len(done) - 1,
-        "hashes_compared": sum(round_.compared for round_ in done[1:]),
-        "iterations": sum(round_.newest for round_ in done[1:]),
+        "recoveries": sum(round_.recoveries for round_ in done),
+        "rounds": len(done),
+        "sizes": [round_.sizes for round_ in done],
+        "hashes_compared": sum(round_.compared for round_ in done),
+        "iterations": sum(round_.newest for round_ in done),
         "growth": grown,
         "files": files,
         "struck": [fault.to_dict() for fault in struck],
         "samples": growth.as_dicts(growth.thinned(samples)),
-        "files_seen": growth.as_dicts(entry for round_ in done[1:] for entry in round_.files[::6]),
-        "passed": not found
-        and grown["flat"]
-        and all(verdict.get("flat", True) for verdict in files),
+        "files_seen": growth.as_dicts(entry for round_ in done for entry in round_.files[::6]),
+        "passed": not found and all(each.get("flat", True) for each in (grown, *files)),
     }
 
 

@@ -1,7 +1,8 @@
-"""A round of a soak: a whole run with many faults, compared with an undisturbed run.
+"""A round of a soak: a whole run with many faults, compared with plain training.
 
-Every role reports the hash of its state after each iteration; each is compared with the reference
-as it arrives, so a wrong state is found at the fault that made it.
+Every role reports the hash of its state after each iteration. At the end of a round each is
+compared with the trainer on stock gloo, which begins again from its checkpoint wherever the run has
+changed its size.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,27 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
 )
 from deadpool_megatron.events import Event, EventTail, Kind
+from deadpool_megatron.layout.ranks import SIZE_STEP
 from deadpool_megatron.layout.records import EpochRecord
 from soaking import faults, growth
+from tests.elastic.harness.legs import trainer_legs
+from tests.elastic.harness.runs import differing, lengths
 
-NODES, SPARES = 4, 2
 _MODEL = (
-    "-m deadpool_megatron.trainer --num-layers 4 --hidden-size 32 --num-attention-heads 4"
-    " --seq-length 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5"
-    " --lr-decay-style cosine --lr-warmup-iters 2 --seed 11 --log-interval 100"
-    " --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 12 --lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 2"
+    " --seed 11 --log-interval 100 --use-distributed-optimizer"
+)
+_PP2 = "--pipeline-model-parallel-size 2"
+_ELASTIC = "--deadpool-elastic on --deadpool-elastic-wait 0.5 --deadpool-set settle-seconds=3"
+_PARITY = f"{_ELASTIC} --deadpool-protection parity"
+# Nodes, members of each, model replicas, flags of the trainer, options of the run; by turns.
+VARIANTS = (
+    (4, 1, 4, "", _ELASTIC),
+    (3, 2, 3, _PP2, _PARITY),
+    (4, 1, 2, _PP2, "--deadpool-elastic off --spares 2"),
+    (4, 1, 4, "--num-experts 4 --expert-model-parallel-size 2", _ELASTIC),
+    (4, 1, 4, "--bf16", _PARITY),
 )
 _SETTINGS = "--deadpool-set hash-interval=1 --deadpool-hang 30 --deadpool-nonfinite rollback"
 _SAVE_INTERVAL = "40"
@@ -48,7 +62,7 @@ _REPORTED_KINDS = {
 }
 _SAMPLE_SECONDS = 5.0
 _LEAVE_SECONDS = 120.0
-Hashes = dict[tuple[int, int], str]
+_LEG_SECONDS = 3600.0
 
 
 class SoakError(Exception):
@@ -75,14 +89,18 @@ class Struck:
 
 @dataclass
 class Round:
-    """A run in progress. ``began``: the start of the whole soak, monotonic seconds."""
+    """A run in progress. ``began``: the start of the whole soak, monotonic seconds; ``variant``:
+    its place in VARIANTS; ``sizes``: its numbers of ranks, each with its last iteration."""
 
     directory: Path
     began: float
     process: subprocess.Popen[bytes]
-    reference: Hashes | None
+    variant: int
+    arguments: str
     info: RunInfo | None = None
-    hashes: Hashes = field(default_factory=dict)
+    hashes: dict[tuple[int, int], str] = field(default_factory=dict)
+    decided: list[Event] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
     newest: int = 0
     epoch: int = 0
     recoveries: int = 0
@@ -102,7 +120,7 @@ class Round:
         return self.process.poll() is not None
 
     def look(self) -> None:
-        """Read new events. Raises SoakError for a state that is not the reference's."""
+        """Read new events. Raises SoakError for other numbers of a replayed iteration."""
         for event in self._tail.poll():
             self._take(event)
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
@@ -119,15 +137,11 @@ class Round:
         elif event.kind is Kind.STALE_DIVERGENCE:
             raise SoakError(f"a replayed iteration gave other numbers: {dict(event.data)}")
         elif event.kind is Kind.STATE_HASH:
-            role, iteration = event.role or 0, event.iteration or 0
-            sha256 = str(event.data["sha256"])
-            if self.reference is None:
-                self.hashes[role, iteration] = sha256
-                return
-            wanted = self.reference.get((role, iteration))
-            if wanted != sha256:
-                raise SoakError(f"role {role} is wrong after iteration {iteration}: {sha256}")
-            self.compared += 1
+            self.hashes[event.role or 0, event.iteration or 0] = str(event.data["sha256"])
+        elif event.kind is Kind.EPOCH_DECIDED:
+            self.decided.append(event)
+            again = event.data.get("forgotten_from", self.newest + 1)
+            self.hashes = {key: found for key, found in self.hashes.items() if key[1] < again}
 
     def _sample(self) -> None:
         seconds = time.monotonic() - self.began
@@ -176,41 +190,28 @@ class Round:
         return all(n in listings and posix.is_alive(int(listings[n]["agent"])) for n in nodes)
 
 
-def start(
-    directory: Path,
-    iterations: int,
-    began: float,
-    reference: Hashes | None,
-    nodes: Sequence[str] = ("--spares", str(SPARES), "--refill", "100000"),
-) -> Round:
-    """Start ``deadpool run``, in a process group of its own. ``nodes``: replacements for lost
-    nodes. A run with a reference gets faults, at named points too, and saves."""
-    environment, saving = dict(os.environ), list[str]()
-    if reference is not None:
-        target = faults.Target(RunDirectory(directory), "", random.Random(), False)
-        target.plan.write_text(json.dumps(faults.planned()))
-        environment |= {
-            failpoints.ENVIRONMENT_NAME: str(target.plan),
-            "DEADPOOL_SOAK_SLOW_FSYNC": str(target.slow_fsync),
-            "PYTHONPATH": str(Path(__file__).parent / "slow"),
-        }
-        saving = ["--save", f"{directory}-saves", "--save-interval", _SAVE_INTERVAL]
+def start(directory: Path, iterations: int, began: float, variant: int) -> Round:
+    """Start ``deadpool run`` with faults at named points, saves, and replacements for lost nodes,
+    in a process group of its own."""
+    nodes, members, _, flags, options = VARIANTS[variant]
+    target = faults.Target(RunDirectory(directory), "", random.Random(), False)
+    target.plan.write_text(json.dumps(faults.planned()))
+    environment = dict(os.environ) | {
+        failpoints.ENVIRONMENT_NAME: str(target.plan),
+        "DEADPOOL_SOAK_SLOW_FSYNC": str(target.slow_fsync),
+        "PYTHONPATH": str(Path(__file__).parent / "slow"),
+    }
+    arguments = f"{_MODEL} {flags} --train-iters {iterations}"
     command = [
-        *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory)),
-        *("--nodes", str(NODES), "--nproc-per-node", "1", *nodes, "--quiet"),
-        *(*_SETTINGS.split(), "--", *_MODEL.split()),
-        *("--train-iters", str(iterations), *saving),
+        *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory), "--quiet"),
+        *("--nodes", str(nodes), "--nproc-per-node", str(members), "--refill", "100000"),
+        *(*options.split(), *_SETTINGS.split(), "--", "-m", "deadpool_megatron.trainer"),
+        *(*arguments.split(), "--save", f"{directory}-saves", "--save-interval", _SAVE_INTERVAL),
     ]
     with open(directory.with_suffix(".out"), "wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    return Round(directory, began, process, reference)
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **files)
+    return Round(directory, began, process, variant, arguments)
 
 
 def follow(round_: Round, until: Callable[[], bool], seconds: float, condition: str) -> None:
@@ -273,7 +274,7 @@ def _strike_on(
     follow(round_, lambda: round_.newest >= 2, 240.0, "the first iterations")
     info = round_.run.read_run()
     target = faults.Target(round_.run, info.run_id, dice, plan.isolated)
-    names = sorted(plan.kinds)
+    names = sorted(plan.kinds) + 3 * sorted(plan.kinds.keys() & {"node", "agent"})
     last, reported = iterations - 40, 0
     while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
         pause(round_, dice.uniform(*plan.pause_seconds))
@@ -327,7 +328,7 @@ def await_progress(round_: Round, seconds: float, effect: str) -> None:
 
 
 def finish(round_: Round, iterations: int) -> None:
-    """Let a round end by itself. Raises SoakError unless it ends well, with every hash equal."""
+    """Let a round end by itself. Raises SoakError unless it ends well."""
     follow(round_, lambda: round_.is_over, 1200.0, "the end of the round")
     round_.look()
     if round_.process.returncode != 0:
@@ -337,3 +338,19 @@ def finish(round_: Round, iterations: int) -> None:
     final = read_json(round_.run.final)
     if final["exit_status"] != 0:
         raise SoakError(f"final.json: {json.dumps(final)[:500]}")
+
+
+def compare(round_: Round) -> None:
+    """Hold the states of a round that has ended against plain training at the same sizes. Raises
+    SoakError for the first that differs."""
+    nodes, members, replicas, *_ = VARIANTS[round_.variant]
+    per_replica = nodes * members // replicas
+    round_.sizes = list(lengths(round_.decided, round_.newest, replicas, per_replica))
+    with tempfile.TemporaryDirectory(prefix="deadpool-soak-plain-") as name:
+        legs = trainer_legs(round_.arguments, round_.sizes, Path(name), _LEG_SECONDS)
+        for (ranks, _), leg in zip(round_.sizes, legs, strict=True):
+            first_role = (replicas - ranks // per_replica) * SIZE_STEP
+            other, compared = differing(leg, round_.hashes, first_role)
+            if other:
+                raise SoakError(f"other states (role, iteration), {ranks} ranks: {other[:8]}")
+            round_.compared += compared

@@ -15,32 +15,35 @@ from unittest.mock import patch
 
 from tests.megatron_lm.harness.ranks import three_runs
 from tests.megatron_lm.harness.runs import tree
-from tests.trainer.layouts import Facts, make_loop, steps
-from tests.trainer.ranks import run_ranks
+from tests.trainer.layouts import Facts, make_loop
+from tests.trainer.ranks import RANK_SECONDS, run_ranks
 
 Lengths = Sequence[tuple[int, int]]
 
 
 @dataclass
 class Leg:
-    """``steps``: as a run reports them; ``saves``: the checkpoint at its end; ``hashes``: of each
-    rank's state after the last step; ``samples``: digests of all sequences of each iteration,
-    sorted."""
+    """``steps``: as a run reports them; ``saves``: the checkpoint at its end; ``hashes``: by rank,
+    of its state after each iteration, and where it began; ``samples``: digests of all sequences of
+    each iteration, sorted."""
 
     saves: Path
     steps: list[Facts] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=list)
+    hashes: list[dict[int, str]] = field(default_factory=list)
     samples: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def trainer_legs(arguments: str, lengths: Lengths, folder: Path) -> Iterator[Leg]:
-    """Train the embedded trainer."""
+def trainer_legs(
+    arguments: str, lengths: Lengths, folder: Path, seconds: float = RANK_SECONDS
+) -> Iterator[Leg]:
+    """Train the embedded trainer. ``seconds``: limit for a leg."""
     before = None
     for number, (ranks, last) in enumerate(lengths):
         leg = Leg(folder / f"leg{number}")
-        for emitted, state, samples in run_ranks(ranks, _train, arguments, before, last, leg.saves):
+        given = (arguments, before, last, leg.saves)
+        for emitted, hashes, samples in run_ranks(ranks, _train, *given, seconds=seconds):
             leg.steps += emitted
-            leg.hashes.append(state)
+            leg.hashes.append(hashes)
             for iteration, digests in samples.items():
                 leg.samples[iteration] = sorted(leg.samples[iteration] + digests)
         before = leg.saves
@@ -69,13 +72,14 @@ def megatron_lm_legs(flags: Mapping[str, object], lengths: Lengths, folder: Path
 
 def _train(
     arguments: str, before: Path | None, last: int, saved: Path
-) -> tuple[list[Facts], str, dict[int, list[str]]]:
+) -> tuple[list[Facts], dict[int, str], dict[int, list[str]]]:
     from megatron.core import parallel_state
 
     from deadpool_megatron.trainer import gpt_loop
 
     loop, emitted = make_loop(arguments)
     samples, forward_step = defaultdict(list), gpt_loop.forward_step
+    hashes = dict[int, str]()
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     is_noting = is_first and parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -90,12 +94,12 @@ def _train(
 
     if before is not None:
         loop.load_checkpoint(before)
+        hashes[loop.counters["iteration"]] = loop.state_hash()
     with patch.object(gpt_loop, "forward_step", noted):
-        if (count := last - loop.counters["iteration"]) > 0:
-            steps(loop, count - 1)
+        while (iteration := loop.counters["iteration"]) < last:
             loop.train_step()
-        state = loop.state_hash()
-        for segment in loop.segments_after(last) if count > 0 else ():
-            loop.run_segment(segment)
+            hashes[iteration + 1] = loop.state_hash()
+            for segment in loop.segments_after(iteration + 1):
+                loop.run_segment(segment)
     loop.save_checkpoint(saved)
-    return [facts for kind, facts in emitted if kind == "step"], state, dict(samples)
+    return [facts for kind, facts in emitted if kind == "step"], hashes, dict(samples)

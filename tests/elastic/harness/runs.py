@@ -3,7 +3,7 @@ sizes (legs)."""
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ def run_elastic(
     missing = {str(fault["id"]) for fault in plan} - outcome.fired
     assert outcome.status == job.program.status, outcome.story()
     assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
-    found = lengths(outcome, job)
+    decided, last = outcome.of_kind(Kind.EPOCH_DECIDED), outcome.final["iterations"]
+    found = lengths(decided, last, job.replicas, job.ranks_per_replica)
     folder = directory.with_name("stock")
     folder.mkdir()
     for (ranks, last), leg in zip(found, job.legs(found, folder), strict=True):
@@ -111,26 +112,34 @@ def await_growth(directory: Path) -> None:
     directory.with_suffix(".grown").touch()
 
 
-def lengths(outcome: jobs.Outcome, job: Job) -> Lengths:
-    """Return what the run trained at each size: numbers of ranks, and last iterations."""
-    found, size = list[tuple[int, int]](), job.replicas
-    for event in outcome.of_kind(Kind.EPOCH_DECIDED):
-        following = _size(event, job, size)
-        if following != size:
-            ranks, last = size * job.ranks_per_replica, int(event.data["generation"][1])
-            while found and found[-1][1] > last:  # computed again at another size
-                ranks, _ = found.pop()
-            if last > (found[-1][1] if found else 0):
-                found.append((ranks, last))
-        size = following
-    found.append((size * job.ranks_per_replica, outcome.final["iterations"]))
+def lengths(decided: Iterable[Event], last: int, replicas: int, per_replica: int) -> Lengths:
+    """Return the numbers of ranks of a run in order, each with its last iteration. ``decided``:
+    its decisions, in order; ``last``: its last iteration."""
+    found, size = list[tuple[int, int]](), replicas
+    for event in decided:
+        ranks, restored = size * per_replica, int(event.data["generation"][1])
+        while found and found[-1][1] > restored:  # computed again
+            ranks, _ = found.pop()
+        if restored > (found[-1][1] if found else 0):
+            found.append((ranks, restored))
+        if changes := event.data["changes"]:
+            size = replicas - changes[0] // SIZE_STEP
+    found.append((size * per_replica, last))
     return [list(legs)[-1] for _, legs in itertools.groupby(found, key=lambda leg: leg[0])]
 
 
-def _size(event: Event, job: Job, before: int) -> int:
-    """Return the number of model replicas of a decided epoch."""
-    changes = event.data["changes"]
-    return job.replicas - changes[0] // SIZE_STEP if changes else before
+def differing(
+    leg: Leg, hashes: Mapping[tuple[int, int], str], first_role: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Return (role, iteration) of each state of a run that is not that of the leg, and how many
+    were compared. ``hashes``: of the run, by role and iteration."""
+    wanted = {
+        (first_role + rank, iteration): state
+        for rank, states in enumerate(leg.hashes)
+        for iteration, state in states.items()
+    }
+    both = wanted.keys() & hashes.keys()
+    return sorted(key for key in both if wanted[key] != hashes[key]), len(both)
 
 
 def compare(outcome: jobs.Outcome, job: Job, leg: Leg, ranks: int, last: int) -> None:
@@ -141,10 +150,14 @@ def compare(outcome: jobs.Outcome, job: Job, leg: Leg, ranks: int, last: int) ->
         wanted = [step[name] for name in _NUMBERS]
         assert own[step["iteration"]] == wanted, (where, step, outcome.story())
     first = (job.replicas - ranks // job.ranks_per_replica) * SIZE_STEP
-    hashes = outcome.final["hashes"].get(str(last), {})
-    of_size = {rank_of(int(r)): h for r, h in hashes.items() if int(r) - rank_of(int(r)) == first}
-    if leg.hashes:
-        assert of_size == dict(enumerate(leg.hashes)), where
+    hashes = {
+        (int(role), int(iteration)): state
+        for iteration, states in outcome.final["hashes"].items()
+        for role, state in states.items()
+    }
+    other, compared = differing(leg, hashes, first)
+    assert not other, (where, other)
+    assert compared >= min(1, len(leg.hashes)) * ranks, where
     saved = outcome.directory / "saves" / f"iter_{last:07d}"
     events = [e for e in outcome.of_kind(Kind.SEGMENT) if e.iteration == last]
     writers = [e.role or 0 for e in events if e.data["boundary"] == "save"]
