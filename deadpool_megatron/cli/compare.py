@@ -1,7 +1,8 @@
-"""Compares the final states of all roles of two runs, and every step's loss, gradient norm and
+"""Compares the final states of all ranks of two runs, and every step's loss, gradient norm and
 learning rate, exactly. It prints whether they are bit-identical, or where they first differ.
+Iterations with different numbers of ranks are not compared: they are a difference themselves.
 
-Exit status: 0 identical, 1 different, 2 bad input.
+Exit status: 0 identical, 1 different, also in the number of ranks, 2 bad input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 from deadpool_megatron.cli.run_result import ResultError, RoleResult, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.observe.narration import count, printable
-from deadpool_megatron.observe.story import Story
 
 # Limits of listed differences: after the first, a run differs everywhere.
 _SHOWN = 12
@@ -31,6 +31,7 @@ _UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of
 _GENERATORS = ("random state of numpy", "random state of python")
 _UNSEEDED_STATES = {"state"} | {f"state ({x})" for x in (*_GENERATORS, ", ".join(_GENERATORS))}
 _COMPARED = ("roles", "steps", "evaluations", "hashes")
+_Runs = tuple[RunResult, RunResult]
 _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
 
@@ -71,8 +72,8 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Return whether there are no differences."""
-        return not self.differences
+        """Return whether there are no differences, and something has been compared."""
+        return not self.differences and min(self.compared["roles"], self.compared["steps"]) > 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -88,7 +89,8 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
     """Compare two finished runs. Raises ResultError if a run has no steps or no state hashes, as
     such runs must not count as identical.
     """
-    for result in (first, second):
+    runs = first, second
+    for result in runs:
         if not result.roles or not result.story.steps:
             ending = f"exit status {result.exit_status}"
             if result.reason:
@@ -96,28 +98,45 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
             raise ResultError(f"{result.directory} ended without results ({ending})")
     # A resumed run has only its own steps.
     start = max(first.resumed_after, second.resumed_after)
-    compared = Counter({"roles": len(first.roles.keys() | second.roles.keys())})
+    compared = Counter[str]()
     during = heapq.merge(
-        _steps(first.story, second.story, start, compared),
-        _evaluations(first.story, second.story, start, compared),
-        _hashes(first.story, second.story, compared),
+        _sizes(runs, start),
+        _steps(runs, start, compared),
+        _evaluations(runs, start, compared),
+        _hashes(runs, compared),
         key=lambda entry: (entry.iteration or 0, -1 if entry.role is None else entry.role),
     )
-    found = itertools.chain(during, _ends(first, second))
+    found = itertools.chain(during, _ends(runs, compared))
     listed = tuple(itertools.islice(found, _LISTED))
     more = sum(1 for _ in found)
     return Comparison(listed, {name: compared[name] for name in _COMPARED}, more)
 
 
-def _steps(first: Story, second: Story, start: int, compared: Counter[str]) -> Iterator[Difference]:
+def _sizes(runs: _Runs, start: int) -> Iterator[Difference]:
+    """Yield a difference for all iterations in a row that differ in the number of ranks."""
+    last = max(run.iterations for run in runs)
+    marks = {k for run in runs for k in run.story.sizes if start < k <= last}
+    for begin, end in itertools.pairwise(sorted({start + 1, *marks, last + 1})):
+        sizes = [f"{run.ranks_at(begin)} ranks" for run in runs]
+        yield from _unequal(f"sizes to iteration {end - 1}, not compared", begin, None, *sizes)
+
+
+def _are_alike(runs: _Runs, iteration: int) -> bool:
+    """Return whether both runs computed an iteration with as many ranks."""
+    return runs[0].ranks_at(iteration) == runs[1].ranks_at(iteration)
+
+
+def _steps(runs: _Runs, start: int, compared: Counter[str]) -> Iterator[Difference]:
     """Yield the differences of steps in order, with two of millions of steps in memory."""
-    sides = first.steps.after(start), second.steps.after(start)
-    in_order = heapq.merge(*sides, key=attrgetter("iteration"))
+    sides = [run.story.steps for run in runs]
+    in_order = heapq.merge(*(side.after(start) for side in sides), key=attrgetter("iteration"))
     for iteration, group in itertools.groupby(in_order, attrgetter("iteration")):
+        if not _are_alike(runs, iteration):
+            continue
         compared["steps"] += 1
         step, *others = group
         if not others:
-            has_first = next(first.steps.after(iteration - 1), None) == step
+            has_first = next(sides[0].after(iteration - 1), None) == step
             yield from _unequal("step", iteration, None, *_presence(has_first, not has_first))
             continue
         for name in _STEP_FIELDS if step != others[0] else ():
@@ -125,32 +144,34 @@ def _steps(first: Story, second: Story, start: int, compared: Counter[str]) -> I
             yield from _unequal(name.replace("_", " "), iteration, None, *values)
 
 
-def _evaluations(
-    first: Story, second: Story, start: int, compared: Counter[str]
-) -> Iterator[Difference]:
-    for iteration in sorted(first.evaluations.keys() | second.evaluations.keys()):
-        if iteration > start:
+def _evaluations(runs: _Runs, start: int, compared: Counter[str]) -> Iterator[Difference]:
+    sides = [run.story.evaluations for run in runs]
+    for iteration in sorted(sides[0].keys() | sides[1].keys()):
+        if iteration > start and _are_alike(runs, iteration):
             compared["evaluations"] += 1
-            values = [run.evaluations.get(iteration, "missing") for run in (first, second)]
+            values = [losses.get(iteration, "missing") for losses in sides]
             yield from _unequal("evaluation loss", iteration, None, *values)
 
 
-def _hashes(first: Story, second: Story, compared: Counter[str]) -> Iterator[Difference]:
+def _hashes(runs: _Runs, compared: Counter[str]) -> Iterator[Difference]:
     """Yield the differences of hashes during the runs, at iterations at which both have them."""
-    sides = first.hashes or {}, second.hashes or {}
-    for iteration in sorted(sides[0].keys() & sides[1].keys()):
+    sides = [run.story.hashes or {} for run in runs]
+    for iteration in sorted(k for k in sides[0].keys() & sides[1].keys() if _are_alike(runs, k)):
         left, right = (hashes[iteration] for hashes in sides)
         for role in sorted(left.keys() & right.keys()):
             compared["hashes"] += 1
             yield from _unequal("state", iteration, role, left[role], right[role])
 
 
-def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
+def _ends(runs: _Runs, compared: Counter[str]) -> Iterator[Difference]:
     for name in ("world_size", "iterations", "exit_status"):
-        values = getattr(first, name), getattr(second, name)
-        yield from _unequal(name.replace("_", " "), None, None, *values)
-    for role in sorted(first.roles.keys() | second.roles.keys()):
-        left, right = first.roles.get(role), second.roles.get(role)
+        yield from _unequal(name.replace("_", " "), None, None, *(getattr(r, name) for r in runs))
+    sizes = [run.ranks_at(run.iterations) for run in runs]
+    yield from _unequal("ranks", None, None, *sizes)
+    first, second = (run.roles for run in runs)
+    for role in sorted(first.keys() | second.keys()) if len({*sizes}) == 1 else ():
+        compared["roles"] += 1
+        left, right = first.get(role), second.get(role)
         yield from _unequal("role", None, role, *_presence(left is not None, right is not None))
         if left is not None and right is not None:
             yield from _unequal(_state(left, right), None, role, left.sha256, right.sha256)

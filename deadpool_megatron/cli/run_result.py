@@ -11,6 +11,7 @@ from typing import Any
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.events import DAMAGE, EventTail, complain, date, event_files
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.observe.narration import describe_loss
 from deadpool_megatron.observe.story import RECENT_STEPS, Interruption, Story
 from deadpool_megatron.observe.view import View
@@ -37,7 +38,8 @@ class RoleResult:
 class RunResult:
     """The contents of ``final.json``, with the story.
 
-    ``resumed_after``: the iteration from which the run was resumed; 0 for a run from the start.
+    ``roles``: by rank. ``resumed_after``: the iteration from which the run was resumed; 0 for a run
+    from the start.
     """
 
     directory: Path
@@ -53,6 +55,11 @@ class RunResult:
     def recoveries(self) -> list[Interruption]:
         """The interruptions that are over."""
         return [failure for failure in self.story.failures if failure.is_over]
+
+    def ranks_at(self, iteration: int) -> int:
+        """Return the number of ranks that computed an iteration."""
+        known = [ranks for first, ranks in self.story.sizes.items() if first <= iteration]
+        return known[-1] if known else self.world_size
 
 
 def read_story(directory: Path, *, hashes: bool = False) -> Story:
@@ -120,7 +127,7 @@ def read_result(directory: Path) -> RunResult:
             world_size=int(values["world_size"]),
             iterations=values["iterations"],
             roles={
-                int(role): RoleResult(
+                rank_of(int(role)): RoleResult(
                     str(facts["sha256"]), facts.get("samples"), dict(facts.get("entries", {}))
                 )
                 for role, facts in values["roles"].items()

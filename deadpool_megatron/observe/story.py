@@ -19,6 +19,7 @@ from typing import Any
 
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.failures import FailureKind, precedence
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.observe.account import Account
 from deadpool_megatron.observe.steps import StepTable
 
@@ -162,7 +163,9 @@ class Story:
         self._term_wall = 0.0  # the date of the newest event of the present coordinator
         self.steps, self._max_steps = StepTable(max_steps), max_steps
         self.evaluations: dict[int, str] = {}  # iteration -> loss
-        self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # role -> sha256
+        self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # rank -> sha256
+        # Iterations from which on the run has another number of roles; ascending.
+        self.sizes: dict[int, int] = {}
         self.account = Account()
         self.failures: list[Interruption] = []
         # Waits at the gate: seconds over all roles, by epoch and iteration (only the newest if not
@@ -344,8 +347,10 @@ class Story:
             case Kind.EVALUATION if event.iteration is not None:
                 self.evaluations.setdefault(event.iteration, str(data["loss"]))
             case Kind.STATE_HASH if self.hashes is not None and event.role is not None:
-                found = self.hashes.setdefault(event.iteration or 0, {})
-                found.setdefault(event.role, str(data["sha256"]))
+                # State that is restored at another size belongs to an iteration of the last size.
+                if (iteration := event.iteration or 0) >= max(self.sizes, default=0):
+                    found = self.hashes.setdefault(iteration, {})
+                    found.setdefault(rank_of(event.role), str(data["sha256"]))
             case Kind.WAITING_FOR_SPARE:
                 float(data["limit_seconds"])  # raises here, not in a view
                 self.waiting = event
@@ -353,6 +358,10 @@ class Story:
                 self.waiting = None
                 if "forgotten_from" in data:
                     self._forget(int(data["forgotten_from"]))
+                if "roles" in data and (generation := _generation(data)):
+                    first = generation[1] + 1
+                    kept = {k: roles for k, roles in self.sizes.items() if k < first}
+                    self.sizes = {**kept, first: int(data["roles"])}
             case Kind.GATE_WAIT:
                 self._wait(event)
             case Kind.DRAIN if event.node is not None:

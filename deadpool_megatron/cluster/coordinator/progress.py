@@ -70,8 +70,9 @@ class ReportedProgress:
         self._roles[role] = dict(values)
 
     def forget(self, iteration: int) -> None:
-        """Forget numbers from this iteration on: after a non-finite number these iterations are
-        computed again."""
+        """Forget numbers from this iteration on, and the ends of roles: after a non-finite number,
+        or at another number of roles, these iterations are computed again."""
+        self._roles.clear()
         self.last_iteration = min(self.last_iteration, iteration - 1)
         for known in self._known.values():
             for k in [k for k in known if k >= iteration]:

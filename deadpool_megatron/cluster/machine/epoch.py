@@ -368,6 +368,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
         segment=restore.boundary,
         changes=sorted(role for role, seat in record.seats.items() if before.get(role) != seat),
         seconds=recovery.phases["decide"] if recovery else 0.0,
+        **({} if len(before) == len(seats) else {"roles": len(seats)}),
         **({} if forgotten is None else {"forgotten_from": forgotten}),
     )
     for place, member in sorted(fleet.members.items()):
