@@ -147,12 +147,13 @@ class Settings:
         300.0, "wait for a spare before the state is dumped and the run ends (75)"
     )
     elastic: str = _setting(
-        "off",
-        "on: without a spare the run continues with fewer model replicas, if the program can have"
-        " them, and with all again when nodes have joined; off: it waits for a spare",
+        "auto",
+        "auto, on: without a spare the run continues with fewer model replicas, with all again when"
+        " nodes have joined (on: with a warning if the program cannot); off: it waits for a spare",
     )
     elastic_wait: str = _setting(
-        "auto", "seconds to wait for a spare before that; auto: twice what the last change took"
+        "auto",
+        "seconds to wait for a spare before that; auto: what the start took, or twice a change",
     )
     audit_interval: int = _setting(
         0,
@@ -387,7 +388,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),
-    "elastic": ("off", "on"),
+    "elastic": ("auto", "on", "off"),
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
 }

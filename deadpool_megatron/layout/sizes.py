@@ -45,10 +45,10 @@ class SizeChanges(Coded):
     """Changes of the number of model replicas, as far as a coordinator must know them.
 
     ``trained``: the number of roles that have completed the newest iteration, if any has.
-    ``failed``: the size of each change that failed. ``seconds``: time from the record of the last
-    change, or of the start, until all roles had their state.
+    ``failed``: the size of each change that failed. ``wait_seconds``: the usual wait for a spare:
+    the time of the start until all roles had their state, or twice that of the last change.
     """
 
     trained: int = 0
     failed: tuple[int, ...] = ()
-    seconds: float = 0.0
+    wait_seconds: float = 0.0

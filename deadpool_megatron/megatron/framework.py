@@ -104,10 +104,10 @@ class MegatronFramework(Framework):
         """See :class:`Framework`."""
         return loop_extras.large_frozen_weights(self._loop)
 
-    def sizes(self, world_size: int, members_per_node: int) -> Sizes | None:
+    def sizes(self, world_size: int, members_per_node: int) -> Sizes:
         """See :class:`Framework`."""
         if self._loop.arguments is None:
-            return None
+            return Framework.sizes(self, world_size, members_per_node)
         found = sizes_of(*self._loop.arguments, world_size, members_per_node)
         reasons = [part.indivisible for part in self.parts]
         if optimizer.state_numbers(self._loop.optimizer):

@@ -415,8 +415,6 @@ class EpochEntry:
             return {}
         place, framework, settings = self._link.place, self.built.framework, self.settings
         found = framework.sizes(place.world_size, place.members_per_node)
-        if found is None:
-            return {}
         whole = next((part.indivisible for part in framework.parts if part.indivisible), "")
         found = found.fixed(fixed_by_scheme(settings.protection) or whole)
         size = dist.get_world_size() // found.ranks_per_replica

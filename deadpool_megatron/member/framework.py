@@ -166,10 +166,9 @@ class Framework(ABC):
         """Return weights that no iteration changes and that are too large for the extras."""
         return ()
 
-    def sizes(self, world_size: int, members_per_node: int) -> Sizes | None:
-        """Return the sizes of the program in a run of ``world_size`` roles at full size; None if it
-        does not know them."""
-        return None
+    def sizes(self, world_size: int, members_per_node: int) -> Sizes:
+        """Return the sizes of the program in a run of ``world_size`` roles at full size."""
+        return Sizes(1, (world_size,), "the program does not report other numbers")
 
     def template(self, layout: RoleLayout) -> StateTemplate:
         """Return the recipe for exports of this role; a refused recipe if there are none."""

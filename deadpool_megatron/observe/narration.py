@@ -330,7 +330,7 @@ def describe_wait(event: Event) -> str:
     """Return ``roles [0] wait for a spare node to join; since 12:23:51 until 12:28:51, ...``."""
     until = event.wall_seconds + float(event.data["limit_seconds"])
     since, until_text = date(event.wall_seconds)[11:19], date(until)[11:19]
-    then = "then the run saves what it holds and ends"
+    then = event.data.get("then", "then the run saves what it holds and ends")
     return f"{event.data['text']}; since {since} until {until_text}, {then}"
 
 

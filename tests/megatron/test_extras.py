@@ -228,7 +228,7 @@ def test_durable_restore_begins_with_state_that_no_checkpoint_holds(monkeypatch,
     )
     entry = BareEntry(
         role=0,
-        settings=Settings(),
+        settings=Settings(elastic="off"),
         reports=SimpleNamespace(reported=[], resend=lambda reported: None),
         _vault=SimpleNamespace(has_segment=lambda role: True),
         _built=built,

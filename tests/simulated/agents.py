@@ -8,10 +8,12 @@ from typing import Any
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.layout import records
+from deadpool_megatron.layout.grid import Grid
 from deadpool_megatron.layout.parity_groups import INPUTS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.ranks import SIZE_STEP, first_role
 from deadpool_megatron.layout.schemes import SchemeKind
+from deadpool_megatron.layout.shard_map import ShardMap, key_of
 from deadpool_megatron.layout.sizes import Sizes
 from tests.cluster.machine.rig import STEP, layout
 from tests.simulated.clock import Channel, Clock
@@ -25,10 +27,12 @@ REFUSAL = "no room for this size"
 
 
 @lru_cache
-def layout_of(role: int, world: int, per_replica: int) -> records.RoleLayout:
-    """As a role of any size is laid out."""
-    first, count = first_role(role), world - role // SIZE_STEP * per_replica
-    return replace(layout(role, count), peers=tuple(range(first, first + count)))
+def layout_of(role: int, sizes: Sizes) -> records.RoleLayout:
+    """As a role of any size is laid out; where there are sizes, it can be cut."""
+    first = first_role(role)
+    count = (sizes.replicas[-1] - role // SIZE_STEP) * sizes.ranks_per_replica
+    found = replace(layout(role, count), peers=tuple(range(first, first + count)))
+    return replace(found, shard_map=ShardMap(nbytes=int(len(sizes.replicas) > 1)))
 
 
 @dataclass
@@ -140,8 +144,10 @@ class Agents:
         self.iterations_left = 0  # before the roles rest until something happens
         self._is_working = False
         # A model replica is what a node trains.
-        self.is_elastic = config.settings.elastic == "on"
-        self.sizes = Sizes(config.nproc, tuple(range(1, config.nodes + 1)))
+        self.is_elastic = config.settings.elastic != "off"
+        replicas = range(1 if self.is_elastic else config.nodes, config.nodes + 1)
+        self.sizes = Sizes(config.nproc, tuple(replicas), grid=Grid(tp=config.nproc))
+        self.reported_sizes = self.sizes if self.is_elastic else None
         self.trained = 0  # model replicas of the newest iteration
         self.refusals = 0  # of roles that are to be of another size
 
@@ -150,7 +156,7 @@ class Agents:
         return self.announced[-1] if self.announced else None
 
     def layout(self, role: int) -> records.RoleLayout:
-        return layout_of(role, self.config.world_size, self.sizes.ranks_per_replica)
+        return layout_of(role, self.sizes)
 
     def roles_of(self, size: int) -> range:
         """The roles of a number of model replicas."""
@@ -244,9 +250,6 @@ class Agents:
 
     def _stand_still(self, here: Node, member: Member) -> None:
         if member.at is not None and member.at.iteration == member.pause_at:
-            if self.is_elastic:  # no state of one size is cut for another here
-                path = f"/saves/{member.at.lineage}-{member.at.iteration}"
-                here.reports.send(ev.DurableValid(member.at.iteration, path))
             here.report(ev.Paused(*member.seat.to_list(), member.epoch, member.at.iteration))
 
     # Work of the open epoch.
@@ -288,12 +291,11 @@ class Agents:
         if member is None or member.at is not None or member.refuses == self.epoch:
             return False
         restore, here, seat = self.record.restore, self.nodes[member.seat.node], member.seat
-        for part in ("main", "extras@step") if restore.kind == "memory" else ():
-            if not self._is_given(restore, role, part):
-                failed = ev.NotRestored(*seat.to_list(), self.epoch, part, "no source is alive")
-                is_new = member.reported.get(ev.NotRestored) != failed
-                here.report(*[failed] if is_new else [])
-                return is_new
+        if restore.kind == "memory" and (part := self._lacking_part(restore, role)):
+            failed = ev.NotRestored(*seat.to_list(), self.epoch, part, "no source is alive")
+            is_new = member.reported.get(ev.NotRestored) != failed
+            here.report(*[failed] if is_new else [])
+            return is_new
         if self.refusals and self.trained not in (0, self.size):
             self.refusals, member.refuses = self.refusals - 1, self.epoch
             failed = ev.SizeFailed(*seat.to_list(), self.epoch, REFUSAL)
@@ -304,10 +306,20 @@ class Agents:
         member.entered = restore.generation.iteration
         here.vault.seal(role, restore.generation)
         here.report(
-            ev.MemberRegistered(*seat.to_list(), self.layout(role), self.sizes),
+            ev.MemberRegistered(*seat.to_list(), self.layout(role), self.reported_sizes),
             ev.Restored(*seat.to_list(), self.epoch, restore.generation),
         )
         return True
+
+    def _lacking_part(self, restore: records.Restore, role: int) -> str:
+        """A part of the role, or of an old role from which it is cut, that cannot be had."""
+        recipe = restore.recipes.get(role)
+        wanted = {"extras@step": (role, "extras@step")}
+        for old in recipe.cut if recipe else ():
+            wanted[key_of((old, "main"))] = old, "main"
+        if len(wanted) == 1:
+            wanted["main"] = role, "main"
+        return next((key for key, of in wanted.items() if not self._is_given(restore, *of)), "")
 
     def _is_given(self, restore: records.Restore, role: int, part: str) -> bool:
         """Whether a part can be had whole or from enough blocks of nodes that still live."""

@@ -41,8 +41,10 @@ class Shape(NamedTuple):
         scheme: dict[str, Any] = {"persist_directory": "/exports", "nonfinite": "rollback"}
         if self.parity_group:
             scheme |= {"protection": "parity", "parity_group": self.parity_group}
-        if self.is_elastic:
-            scheme |= {"elastic": "on", "elastic_wait": "60", "settle_seconds": 50.0}
+        if not self.is_elastic:
+            scheme |= {"elastic": "off"}
+        else:
+            scheme |= {"elastic_wait": "60", "settle_seconds": 50.0}
         settings = Settings(replicas=self.replicas, restarts_in_place=10_000, **scheme)
         return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
 
@@ -157,8 +159,8 @@ class World(Agents):
                 self._check_written(record)
                 self.journal.send(record)
                 self.noted.clear()
-            case act.RecordRemoved(node, cause):
-                self.noted[node] = cause
+            case act.Note("gone", node, entry):
+                self.noted[node] = entry["cause"]
             case act.Announce(record):
                 self._check_announced(record)
                 self.announce(record)

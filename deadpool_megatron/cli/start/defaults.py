@@ -99,7 +99,9 @@ def sizes_line(command: Sequence[str], roles: int, processes: int, settings: Set
     """Return a line with the sizes that a run can have, as far as its command shows them."""
     tokens = list(_tokens(command))
     is_shown = FLAG in tokens or "--global-batch-size" in tokens
-    return describe(tokens, roles, processes, settings.protection) if is_shown else ""
+    text = describe(tokens, roles, processes, settings.protection) if is_shown else ""
+    # The coordinator warns of a single number where others were asked for.
+    return "" if settings.elastic == "on" and " only (" in text else text
 
 
 def advice(gpus: int, command: Sequence[str]) -> str:

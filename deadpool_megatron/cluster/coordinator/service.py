@@ -203,13 +203,8 @@ class Coordinator:
                 self.orders.give(action)
             case actions.WriteRecord(record):
                 self.spawn(self._write_record(record))
-            case actions.RecordRemoved(node, cause):
-                self.spawn(
-                    asyncio.to_thread(journal.note_node, self._journal, journal.GONE, node, cause)
-                )
-            case actions.RecordQuarantined(node, host, cause):
-                entry = (self._journal, journal.WRONG, node, cause)
-                self.spawn(asyncio.to_thread(journal.note_node, *entry, host=host))
+            case actions.Note(kind, number, entry):
+                self.spawn(asyncio.to_thread(journal.note, self._journal, kind, number, entry))
             case actions.Welcome(node, record):
                 self.orders.welcome(node, record, self.state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():

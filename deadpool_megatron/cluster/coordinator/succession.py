@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deadpool_megatron.cluster.journal.journal import (
     GONE,
+    SIZES,
     WRONG,
     Journal,
     JournalError,
@@ -77,7 +78,10 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
     numbers = journal.numbers("epoch")
     if not numbers or (known is not None and known.epoch == numbers[-1]):
         return known
-    return EpochRecord.from_dict(journal.read("epoch", numbers[-1]))
+    entry = journal.read("epoch", numbers[-1])
+    if journal.has(SIZES, numbers[-1]):
+        entry["history"] |= journal.read(SIZES, numbers[-1])
+    return EpochRecord.from_dict(entry)
 
 
 def begin(

@@ -33,6 +33,8 @@ MAX_NUMBER = 99_999_999
 GONE = "gone"
 # Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
 WRONG = "wrong"
+# Kind of the notes on the sizes of the program, with the number of their epoch.
+SIZES = "sizes"
 _HEARTBEAT = ".beat"
 _HEARTBEAT_BYTES = 64
 _RETRY_SECONDS = 0.1
@@ -67,7 +69,8 @@ class Journal:
 
     Kinds used: ``epoch`` (records), ``term`` (coordinators: a standby that takes over claims the
     next number), ``node`` (node ids given to nodes that joined later), ``gone`` (node ids that were
-    given up), ``wrong`` (node ids that get no role any more), ``request`` (requests of users).
+    given up), ``wrong`` (node ids that get no role any more), ``sizes`` (those of a first epoch),
+    ``request`` (requests of users).
     """
 
     def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:
@@ -187,15 +190,15 @@ def digits(number: int) -> str:
     return f"{number:08d}"
 
 
-def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:
-    """Note the fate of a node for the next coordinator, as its record may come much later.
-    ``more``: further keys of the entry.
+def note(journal: Journal, kind: str, number: int, entry: Mapping[str, Any]) -> None:
+    """Note the fate of a node, or the sizes, for the next coordinator, as a record that has them
+    may come much later.
 
     A failed write is not retried, as it only costs time: the next coordinator waits in vain for a
     node that was given up before it continues, and the next audit finds a wrong node again.
     """
     with contextlib.suppress(JournalError):
-        journal.write(kind, node, {"cause": cause, **more})
+        journal.write(kind, number, entry)
 
 
 def read_notes(

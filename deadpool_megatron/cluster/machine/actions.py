@@ -25,21 +25,13 @@ class WriteRecord(Action):
 
 
 @dataclass(frozen=True)
-class RecordRemoved(Action):
-    """Journal that a node was given up: the next record, which includes it, may come much later."""
+class Note(Action):
+    """Journal a note (kind, number, entry) for a successor: the next record, which includes it, may
+    come much later."""
 
-    node: int
-    cause: str
-
-
-@dataclass(frozen=True)
-class RecordQuarantined(Action):
-    """Journal that a node gets no role any more, for the same reason. ``host``: no other node of
-    that host does, either; empty if other nodes are on it."""
-
-    node: int
-    host: str
-    cause: str
+    kind: str
+    number: int
+    entry: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

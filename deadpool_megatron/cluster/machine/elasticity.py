@@ -7,13 +7,16 @@ off for the rest of the run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from deadpool_megatron.cluster.journal.journal import SIZES
 from deadpool_megatron.cluster.machine import shutdown, state as states
+from deadpool_megatron.cluster.machine.actions import Note
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import planner
+from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.planner import Seating
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat
 
@@ -43,8 +46,8 @@ def is_struck_off(core: Core) -> bool:
 def wait_seconds(core: Core) -> float:
     """Return how long the run waits for a spare before another size is chosen."""
     given, longest = core.settings.elastic_wait, core.settings.spare_timeout_seconds
-    usual = 2 * core.state.changes.seconds or longest
-    return min(usual if given == "auto" else float(given), longest)
+    usual = min(core.state.changes.wait_seconds or longest, longest)
+    return usual if given == "auto" else float(given)
 
 
 def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
@@ -68,9 +71,21 @@ def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
 
 
 def can_grow(core: Core) -> bool:
-    """Return whether a larger size has its nodes, all of them ready."""
+    """Return whether a larger size has its nodes, all of them ready, and can have its state."""
     larger = (size for size in allowed_sizes(core) if size > present_size(core))
-    return any(_seats(core, size, stuck=False) for size in larger)
+    found = (seats for size in larger if (seats := _seats(core, size, stuck=False)))
+    return any(isinstance(_restore_after_pause(core, seats), Restore) for seats in found)
+
+
+def _restore_after_pause(core: Core, seats: Mapping[int, Seat]) -> Restore | planner.NoRestore:
+    """Return the state for these seats after a pause, when all roles hold the same generation. One
+    inventory stands for those of all nodes."""
+    newest = records.Generation(core.state.epoch, core.state.reached)
+    layouts = [of for role, of in core.state.memory.layouts.items() if role in core.state.seats]
+    held = [records.Holding(of.role, newest, frozenset(p.name for p in of.parts)) for of in layouts]
+    inventories = {0: records.Inventory(0, 0, tuple(held), tuple(layouts))}
+    query = replace(shutdown.restore_query(core, seats), inventories=inventories, durable=None)
+    return planner.choose_restore(replace(query, roles=seats, start=None))
 
 
 def _seats(core: Core, size: int, stuck: bool) -> dict[int, Seat]:
@@ -105,6 +120,21 @@ def note_failure(core: Core, size: int, cause: str) -> None:
     text = f"the change to {size} model replicas has failed: {cause}"
     is_over = size not in allowed_sizes(core)
     core.log("warning", text + ("; it is not tried again" if is_over else ""))
+
+
+def note_opened(core: Core, seconds: float) -> None:
+    """Note how long the start, or a change of size, took until all roles had their state. At the
+    start the sizes are known now: note them for a successor, as the first record lacks them."""
+    state, sizes = core.state, core.state.memory.sizes
+    state.changes = replace(state.changes, wait_seconds=(1 + state.is_changing) * seconds)
+    if state.is_changing or sizes is None:
+        return
+    if len(sizes.replicas) > 1:
+        entry = {"sizes": sizes.to_dict(), "changes": state.changes.to_dict()}
+        core.act(Note(SIZES, state.epoch, entry))
+    elif sizes.replicas[0] > 1:
+        text = f"model replicas: {sizes.replicas[0]} only ({sizes.reason})"
+        core.log("warning" if core.settings.elastic == "on" else "info", text)
 
 
 def note_trained(core: Core, record: EpochRecord) -> None:

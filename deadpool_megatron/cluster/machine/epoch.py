@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from deadpool_megatron.cluster.machine import elasticity, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
@@ -182,9 +183,8 @@ def decide(core: Core) -> None:
     elif stuck:
         roles = list(seats.unseated) or "of a size that was struck off"
         text = f"roles {roles} wait for a spare node to join"
-        if other is not None:
-            text += f"; without it {len(other[0].seats)} roles continue"
-        _wait_for_spare(core, text, other is not None)
+        then = {} if other is None else {"then": f"then {len(other[0].seats)} roles continue"}
+        _wait_for_spare(core, text, **then)
         return
     recovery, plan = state.recoveries.current, state.protection.plan
     record = EpochRecord(
@@ -270,16 +270,16 @@ def _with_protection(core: Core, reason: str) -> str:
     return reason
 
 
-def _wait_for_spare(core: Core, text: str, is_elastic: bool = False) -> None:
-    """Wait for a node that can help; ``text`` is reported when the wait begins. ``is_elastic``: the
-    run can continue at another size afterwards."""
-    limit = elasticity.wait_seconds(core) if is_elastic else core.settings.spare_timeout_seconds
+def _wait_for_spare(core: Core, text: str, **then: Any) -> None:
+    """Wait for a node that can help; ``text`` is reported when the wait begins. ``then``: how the
+    run continues afterwards at another size; left out if it ends."""
+    limit = elasticity.wait_seconds(core) if then else core.settings.spare_timeout_seconds
     waiting = core.state.phase_state
     if isinstance(waiting, states.WaitingSpare):
         waiting.deadline = waiting.since + limit
     else:
         core.state.phase_state = states.WaitingSpare(core.now + limit, core.now)
-        core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
+        core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit, **then)
 
 
 def _history(core: Core, restore: Restore) -> History:
@@ -301,9 +301,9 @@ def _history(core: Core, restore: Restore) -> History:
         reported_plan=state.protection.reported,
         start=state.start,
     )
-    if core.settings.elastic == "off" or state.memory.sizes is None:
+    if not (sizes := state.memory.sizes) or sizes.replicas == (elasticity.present_size(core),):
         return history
-    return replace(history, sizes=state.memory.sizes, changes=state.changes)
+    return replace(history, sizes=sizes, changes=state.changes)
 
 
 def journal_written(core: Core, event: ev.JournalWritten) -> None:
@@ -346,7 +346,8 @@ def _announce(core: Core, record: EpochRecord) -> None:
     memory.promised, memory.found = {}, {}
     state.record, state.seats, state.restarted, state.grows = record, seats, False, False
     limit = core.now + opening_seconds(core, record)
-    state.phase_state = states.Opening(limit, since=core.now)
+    recovery = state.recoveries.current
+    state.phase_state = states.Opening(limit, since=core.now if recovery else state.began)
     if state.is_changing:  # iterations that are computed again give other numbers
         first = restore.generation.iteration + 1
         forgotten = first if forgotten is None else min(first, forgotten)
@@ -360,7 +361,6 @@ def _announce(core: Core, record: EpochRecord) -> None:
     lineage.valid = state.blame.trusted(lineage.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, forgotten))
-    recovery = state.recoveries.current
     core.emit(
         Kind.EPOCH_DECIDED,
         generation=restore.generation.to_list(),
@@ -454,8 +454,8 @@ def check_opened(core: Core) -> None:
     recovery, members = state.recoveries.current, state.fleet.members
     for place in state.seats.role_by_place:
         core.set_member(place, states.MemberStatus.WARM)
-    if opening.since is not None and (state.is_changing or not state.changes.seconds):
-        state.changes = replace(state.changes, seconds=core.now - opening.since)
+    if opening.since is not None and (state.is_changing or not state.changes.wait_seconds):
+        elasticity.note_opened(core, core.now - opening.since)
     state.phase_state = states.Running(opening.done, opening.pause)
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)

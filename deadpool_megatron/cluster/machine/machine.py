@@ -91,6 +91,7 @@ class Machine(Core):
             lineage=states.LineageProgress(valid=saved),
             protection=states.ChosenProtection(first_plan(config.settings)),
             changes=SizeChanges(config.world_size),
+            began=now,
         )
         super().__init__(config, state, now)
 
@@ -105,7 +106,7 @@ class Machine(Core):
         """Begin as a coordinator that takes over a run: ``last`` is the newest record, ``valid``
         the valid checkpoints, newest first, ``removed`` the nodes given up since that record, with
         the cause, ``quarantined`` the nodes quarantined since, with their hosts (see
-        :class:`.actions.RecordQuarantined`).
+        membership.quarantine).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training continues meanwhile, and afterwards in the same epoch unless

@@ -39,7 +39,7 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
         durable=next(iter(state.blame.trusted(state.lineage.valid)), None),
         start=start if start.kind == "initial" and begins else None,
         every=1 if state.record is None else state.record.protection.every,
-        sizes=state.memory.sizes if core.settings.elastic == "on" else None,
+        sizes=state.memory.sizes if core.settings.elastic != "off" else None,
     )
 
 

@@ -369,7 +369,8 @@ class Deciding:
 
 @dataclass
 class Opening(Entering):
-    """The wait until every role has restored. ``since``: when this coordinator announced it."""
+    """The wait until every role has restored. ``since``: when this coordinator announced it, or
+    began, for the start of a run."""
 
     phase: ClassVar = Phase.OPENING
     since: float | None = None
@@ -458,8 +459,9 @@ class State:
     ``seats``: those of the last announced record, or as planned before there is any. ``epoch``:
     highest number given to a record. ``record``: the last announced. ``restarted``: new agents have
     joined an epoch that was open; ``survived``: so have agents older than this coordinator.
-    ``start``, ``changes``: see :class:`History`. ``grows``: the next record may be of a larger
-    size. ``final``: how the run ends once its state is saved.
+    ``start``, ``changes``: see :class:`History`. ``began``: when this coordinator began.
+    ``grows``: the next record may be of a larger size. ``final``: how the run ends once its state
+    is saved.
     ``early``: how far the program has come, if it ended before its last iteration. ``unsaved``: why
     its last checkpoint is not valid. ``requests``: those of users, open or just ended. ``agreed``:
     properties that the nodes share, None until they are judged.
@@ -479,6 +481,7 @@ class State:
     survived: bool = False
     start: int = 0
     changes: SizeChanges = field(default_factory=SizeChanges)
+    began: float = 0.0
     grows: bool = False
     final: FinalStatus | None = None
     early: str = ""

@@ -71,7 +71,7 @@ def test_agents_that_leave_at_the_end_are_not_journalled():
     rig = Rig().run()
     rig.feed(ev.UserStop())
     rig.feed(ev.NodeLost(0, "connection closed"))
-    assert not rig.of(act.RecordRemoved)
+    assert not rig.of(act.Note)
 
 
 def test_history_is_cut_to_a_limit():

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from deadpool_megatron.cluster.coordinator.succession import RecoveredState, begin
-from deadpool_megatron.cluster.journal.journal import WRONG, Journal, note_node
+from deadpool_megatron.cluster.journal.journal import Journal, note as write_note
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.events import Kind
@@ -200,10 +200,10 @@ def found_wrong(rig: R, *roles: int) -> R:
 def test_takeover_knows_a_quarantined_node(closed, tmp_path):
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig, (note,) = old.successor(), old.of(act.RecordQuarantined)
+    rig, (note,) = old.successor(), old.of(act.Note)
     journal = Journal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
-    note_node(journal, WRONG, note.node, note.cause, host=note.host)
+    write_note(journal, note.kind, note.number, note.entry)
     rig.machine = Machine(rig.config, rig.now)
     begin(rig.machine, journal, RecoveredState(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
