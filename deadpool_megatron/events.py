@@ -68,8 +68,6 @@ class Kind(StrEnum):
     STATE_HASH = "state-hash"
     SEALED = "sealed"
     COMMITTED = "committed"
-    REHEARSED = "rehearsed"
-    REPLAYED = "replayed"
     EXPOSED = "exposed"
     GATE_WAIT = "gate-wait"
     CORRUPTION = "corruption"

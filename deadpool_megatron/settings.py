@@ -36,7 +36,6 @@ class SchemeKind(StrEnum):
     PARITY = "parity"
     LOCAL = "local"
     LOCAL_TWICE = "local-twice"
-    RECOMPUTE = "recompute"
 
     @property
     def is_local(self) -> bool:
@@ -83,7 +82,7 @@ class Settings:
         SchemeKind.BUDDY.value,
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
         " the own node only (survives no failed node); local-twice: there twice, against damaged"
-        " slots; recompute: occasional whole copies, gradients in between",
+        " slots",
     )
     parity_group: int = _setting(4, "parity: up to N roles, on as many nodes, share blocks")
     cadence: str = _setting(
@@ -206,8 +205,6 @@ class Settings:
     persist_seconds: float = _limit("start_seconds", 1800.0)
     #: more model replicas must fit for this long before the run grows
     settle_seconds: float = _limit("start_seconds", 300.0)
-    #: recompute: iterations between whole copies; gradients in between
-    full_every: int = _fixed(8)
     #: how communicators of an epoch are created: "one-by-one", "side-by-side", or "split" (from
     #  the group of all roles, NCCL); auto: "one-by-one" over NCCL, otherwise "side-by-side"
     rebuild: str = _fixed("auto")
@@ -254,11 +251,6 @@ class Settings:
             raise SettingsError(
                 "--deadpool-health-command is a part of what nodes are judged by:"
                 " --deadpool-check must not be off"
-            )
-        if self.protection == SchemeKind.RECOMPUTE and self.cadence not in ("auto", "1"):
-            raise SettingsError(
-                "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
-                f" gradients of every iteration, got {self.cadence}"
             )
         if self.elastic_wait != "auto" and float(self.elastic_wait) > self.spare_timeout_seconds:
             raise SettingsError("--deadpool-elastic-wait is above --deadpool-spare-timeout")
@@ -374,7 +366,7 @@ _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
     "replicas": (1, math.inf),
-    **dict.fromkeys(("parity_group", "full_every"), (2, math.inf)),
+    "parity_group": (2, math.inf),
     **dict.fromkeys(_SIZES, (0, 10**9)),
     "dscp": (0, 63),
     "vault_nice": (0, 19),

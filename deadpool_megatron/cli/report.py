@@ -28,7 +28,6 @@ _COUNTED = {
     Kind.CORRUPTION: "corrupted copies caught",
     Kind.DECODED: "lost parts computed from parity",
     Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
-    Kind.REPLAYED: "states recomputed from a base and gradients",
 }
 
 

@@ -7,8 +7,6 @@ history        facts about the run so far for a coordinator that takes over
 planner        sources of a restore, the assignment of roles, the kept lineages
 shard_map      the elements in a role's parts, and how others are cut from them
 schemes        the ways to protect state, and the plan of an epoch
-gradient_chain steps between two generations: names and rules
-rebuild        which schemes can produce parts of which no whole copy is left
 placement      the nodes that hold the copies of a role; which nodes are lost together
 parity_groups  the roles that share parity blocks, their holders, recovery from blocks
 memory_needs   the only calculation of memory, and the check of plans

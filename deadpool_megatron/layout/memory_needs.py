@@ -22,7 +22,7 @@ from importlib.util import find_spec
 
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
-from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_part
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.schemes import MAX_BLOCKS, format_scheme
 from deadpool_megatron.settings import LONGEST_CADENCE, SchemeKind, Settings
 
@@ -88,13 +88,6 @@ def refusal(
     scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:
         return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
-    if kind is SchemeKind.RECOMPUTE and settings.protection != SchemeKind.RECOMPUTE:
-        return (
-            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
-            " start the run with --deadpool-protection recompute"
-        )
-    if kind is SchemeKind.RECOMPUTE and plan.every > 1:
-        return "recompute needs the gradients of every iteration: choose a cadence of 1"
     blocks = schemes.losses_survived(settings, plan)
     if kind is SchemeKind.PARITY and blocks > 1 and find_spec("zfec") is None:
         return (
@@ -193,10 +186,7 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
     if kind == "parity":
         group = settings.parity_group
         scheme = f"for parity blocks ({replicas} for {group} roles)"
-    elif kind == "recompute":
-        scheme = f"for {replicas} copies with their gradients"
-    full_every = settings.full_every if kind == "recompute" else 0
-    kept = replicas * kept_bytes(layout, () if group else owed, full_every)
+    kept = replicas * kept_bytes(layout, () if group else owed)
     if group and owed:
         kept += replicas * math.ceil(block_bytes(layout.slots, group, owed) / group)
     if kind == "local":
@@ -256,8 +246,7 @@ class _Sizing:
         if self._plan.kind is SchemeKind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
         copied = [] if self._parity is not None else [part.name for part in self._owed(role)]
-        full_every = self._plan.scheme.full_every if self._plan.kind is SchemeKind.RECOMPUTE else 0
-        kept = kept_bytes(layout, copied, full_every)
+        kept = kept_bytes(layout, copied)
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
 
@@ -305,21 +294,10 @@ def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
-def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
-    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras. With
-    ``full_every`` > 0, such a copy is sent every ``full_every`` generations, and the gradients of
-    the steps in between with the extras; add the bytes of as many steps as are kept."""
-    gradients = {gradients_part(name) for name in layout.shard_parts} if full_every else set[str]()
-    sent = {gradients_part(name) for name in copied}
-    known = gradients.union(layout.shard_parts)
-    extras = [part.nbytes for part in layout.parts if part.name not in known]
-    of_steps = [part.nbytes for part in layout.parts if part.name in sent & gradients]
-    of_shards = [part.nbytes for part in layout.parts if part.name in copied]
-    kept = copy_bytes(layout, (*of_shards, *extras))
-    if full_every:
-        steps = layout.generations_kept(full_every)
-        kept += _layout_bytes(layout.shape, steps, (*of_steps, *extras))
-    return kept
+def kept_bytes(layout: RoleLayout, copied: Collection[str]) -> int:
+    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras."""
+    left_out = {*layout.shard_parts} - {*copied}
+    return copy_bytes(layout, (part.nbytes for part in layout.parts if part.name not in left_out))
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:

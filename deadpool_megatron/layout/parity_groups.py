@@ -17,7 +17,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.records import PARITY_BASE, BadPart, Generation, RoleLayout, Source
@@ -218,22 +218,6 @@ class ParityIndex:
         self._copies = copies
         self._groups_of: dict[int, list[_HeldGroup]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
-
-    def extend(
-        self,
-        recipe: records.Recipe,
-        layout: RoleLayout,
-        names: Collection[str],
-        generation: Generation,
-    ) -> records.Recipe:
-        """Add to the recipe those of the parts ``names`` that can be decoded from parity blocks."""
-        options = {name: self.decodings(layout.role, name, generation) for name in names}
-        found = {name: decodings[0] for name, decodings in options.items() if decodings}
-        return replace(recipe, decodings={**recipe.decodings, **found})
-
-    def alternatives(self, role: int, part: str, generation: Generation) -> list[records.Recipe]:
-        """Return a recipe for each group of ``role`` that has enough blocks of a part left."""
-        return [records.Recipe({part: found}) for found in self.decodings(role, part, generation)]
 
     def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """Return the remaining blocks of each group of ``role`` that has enough of them.

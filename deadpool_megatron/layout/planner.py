@@ -12,13 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.ranks import SIZE_STEP, rank_of
-from deadpool_megatron.layout.rebuild import Rebuild, rebuilds_of
 from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
 from deadpool_megatron.layout.sizes import Sizes
+
+if TYPE_CHECKING:
+    from deadpool_megatron.layout.parity_groups import ParityIndex
 
 # Node and local rank of a member.
 Place = tuple[int, int]
@@ -278,23 +281,31 @@ class PartIndex:
 
     def alternatives(self, role: int, part: str, generation: Generation) -> list[Recipe]:
         """Return the ways to produce one part by itself, the best first."""
-        return [r for scheme in self._rebuilds for r in scheme.alternatives(role, part, generation)]
+        index = self._parity
+        found = [] if index is None else index.decodings(role, part, generation)
+        return [Recipe({part: decoding}) for decoding in found]
 
     def _recipe(
         self, layout: RoleLayout, lacking: list[str], generation: Generation
     ) -> Recipe | str:
         """Return the recipe for parts that no node holds whole, or the name of what it lacks."""
-        recipe, left = Recipe(), lacking
-        for scheme in self._rebuilds if lacking else ():
-            recipe = scheme.extend(recipe, layout, left, generation)
-            left = [name for name in lacking if not recipe.covers(name)]
-        return f"part {left[0]} of role {layout.role}" if left else recipe
+        recipe = Recipe()
+        for name in lacking:
+            ways = self.alternatives(layout.role, name, generation)
+            if not ways:
+                return f"part {name} of role {layout.role}"
+            recipe = replace(recipe, decodings={**recipe.decodings, **ways[0].decodings})
+        return recipe
 
     @cached_property
-    def _rebuilds(self) -> list[Rebuild]:
-        query, held = self._query, self._query.inventories.values()
-        about = self._layouts, query.bad_parts, self._holders, self._whole_copies
-        return rebuilds_of(held, *about)
+    def _parity(self) -> ParityIndex | None:
+        """Parity blocks that were kept under any plan; None, without an import, where none are."""
+        held = self._query.inventories.values()
+        if not any(records.is_parity_role(each.role) for found in held for each in found.layouts):
+            return None
+        from deadpool_megatron.layout.parity_groups import ParityIndex
+
+        return ParityIndex(held, self._layouts, self._query.bad_parts, self._whole_copies)
 
     def _at_latest_boundary(
         self,

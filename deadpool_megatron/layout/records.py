@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -28,45 +28,19 @@ from deadpool_megatron.wire.forms import Coded, Listed
 # Moments after training iteration k at which extras are captured, in the order they happen.
 BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
 _EXTRAS = "extras@"
-_STEP = "step@"
-_GRADIENTS = "step@gradients."
-#: Values of the parameter groups that the update used; empty if this generation has no step.
-UPDATE_PART = "step@update"
-#: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
-SUMS_PART = "step@sums"
 # Parity blocks are kept under role numbers of their own, far above those of the run.
 PARITY_BASE = 1 << 32
 
 
-class PartKind(Enum):
-    """``SHARD``: optimizer state. ``EXTRAS``: all other state that an iteration changes, at a
-    boundary. ``STEP``: the data that recomputes an update (:mod:`.gradient_chain`)."""
-
-    SHARD = "shard"
-    EXTRAS = "extras"
-    STEP = "step"
-
-
-def kind_of(name: str) -> PartKind:
-    """Return the kind of a part."""
-    if name.startswith(_EXTRAS):
-        return PartKind.EXTRAS
-    return PartKind.STEP if name.startswith(_STEP) else PartKind.SHARD
+def is_extras(name: str) -> bool:
+    """Return whether a part holds extras, all state that an iteration changes but the shard parts,
+    which hold optimizer state."""
+    return name.startswith(_EXTRAS)
 
 
 def extras_part(boundary: str) -> str:
     """Return the name of the part with the extras captured at ``boundary``."""
     return _EXTRAS + boundary
-
-
-def gradients_part(shard_part: str) -> str:
-    """Return the name of the part with the gradients of an update of ``shard_part``."""
-    return _GRADIENTS + shard_part
-
-
-def shard_of(name: str) -> str | None:
-    """Invert :func:`gradients_part`; None for any other part."""
-    return name.removeprefix(_GRADIENTS) if name.startswith(_GRADIENTS) else None
 
 
 def is_parity_role(number: int) -> bool:
@@ -113,11 +87,10 @@ class RoleLayout(Coded):
     parts of the same role of the same model.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
-    shard parts first, then the parts of a step (:mod:`.gradient_chain`) if steps are kept, then an
-    extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: the number of
-    generations in the owner's segment (and in a copy), 2+N or 3+N. ``meaning``: the role and its
-    model, for people and for :func:`.descriptions.difference`. ``shard_map``: for a run of another
-    size; it follows from the rest.
+    shard parts first, then an extras part per boundary, whose ``nbytes`` is its capacity.
+    ``slots``: the number of generations in the owner's segment (and in a copy), 2+N or 3+N.
+    ``meaning``: the role and its model, for people and for :func:`.descriptions.difference`.
+    ``shard_map``: for a run of another size; it follows from the rest.
     """
 
     role: int
@@ -141,21 +114,7 @@ class RoleLayout(Coded):
     @cached_property
     def shard_parts(self) -> tuple[str, ...]:
         """Return the names of the parts with optimizer state."""
-        return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.SHARD)
-
-    @cached_property
-    def step_parts(self) -> tuple[str, ...]:
-        """Return the names of the parts of a step; none where steps are not kept."""
-        return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.STEP)
-
-    def generations_kept(self, full_every: int) -> int:
-        """Return the number of newer generations after which no restore needs a generation, or
-        any that is computed from it. It is also the number of steps that are kept.
-
-        The oldest generation that a restore may need is ``slots`` - 1 before the generation that is
-        being received, and its base at most ``full_every`` - 1 older than that.
-        """
-        return self.slots + (full_every if self.step_parts else 0)
+        return tuple(p.name for p in self.parts if not is_extras(p.name))
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
@@ -285,39 +244,18 @@ class Decoding(Listed):
 
 
 @dataclass(frozen=True)
-class Replay(Listed):
-    """A whole copy of ``base`` and the gradients of ``steps`` (ascending), which lead from it to
-    the restored generation. ``sources``: generation -> part -> places; whole shard parts for the
-    base, gradients and extras for each step.
-    """
-
-    base: Generation
-    steps: tuple[Generation, ...]
-    sources: Mapping[Generation, Mapping[str, tuple[Source, ...]]]
-
-
-@dataclass(frozen=True)
 class Recipe(Coded):
-    """The way to shard parts of a role without a whole copy: ``decodings`` by part, ``replay`` for
-    all of them together; or ``cut``: roles of another size, with the hash of their layouts, from
-    whose parts (and the recipes for them) it cuts its own."""
+    """The way to shard parts of a role without a whole copy: ``decodings`` by part; or ``cut``:
+    roles of another size, with the hash of their layouts, from whose parts (and the recipes for
+    them) it cuts its own."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
-    replay: Replay | None = None
     cut: Mapping[int, str] = field(default_factory=dict)
-
-    def covers(self, part: str) -> bool:
-        """Return whether it produces a shard part."""
-        replay = self.replay
-        is_replayed = replay is not None and part in replay.sources[replay.base]
-        return part in self.decodings or is_replayed
 
     def sources(self) -> Iterator[Source]:
         """Yield every place from which it reads."""
         for decoding in self.decodings.values():
             yield from itertools.chain.from_iterable(decoding.blocks.values())
-        for parts in self.replay.sources.values() if self.replay is not None else ():
-            yield from itertools.chain.from_iterable(parts.values())
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
 blocks over a group of roles (REFT's AEC); ``local`` keeps the slots of each node only (REFT's SMP),
-``local-twice`` a second copy of them in the memory of the same node (REFT's ARC);
-``recompute`` copies the whole state at intervals and reduced gradients in between (REFT's AOR).
+``local-twice`` a second copy of them in the memory of the same node (REFT's ARC).
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ class SchemeNumbers(Listed):
     two local kinds.
 
     ``group``: the maximum number of roles that share parity blocks (k); 0 without parity.
-    ``full_every``: generations from one whole copy to the next, with gradients in between.
     """
 
     kind: SchemeKind
     group: int = 0
-    full_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,12 @@ class ProtectionPlan(Coded):
 def first_plan(settings: Settings) -> ProtectionPlan:
     """Return the plan with which a run starts."""
     every = 1 if settings.cadence == "auto" else int(settings.cadence)
-    return plan_of_kind(settings.protection, settings, every, settings.parity_group)
+    return plan_of_kind(settings.protection, every, settings.parity_group)
 
 
-def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
+def plan_of_kind(kind: str, every: int, group: int) -> ProtectionPlan:
     """Return the plan with a scheme of this kind. Raises ValueError for an unknown kind."""
-    scheme = SchemeNumbers(
-        SchemeKind(kind),
-        group=group if kind == SchemeKind.PARITY else 0,
-        full_every=settings.full_every if kind == SchemeKind.RECOMPUTE else 1,
-    )
+    scheme = SchemeNumbers(SchemeKind(kind), group if kind == SchemeKind.PARITY else 0)
     return ProtectionPlan(scheme, every)
 
 
@@ -79,11 +72,9 @@ def format_plan(plan: ProtectionPlan) -> str:
 
 
 def format_scheme(scheme: SchemeNumbers) -> str:
-    """Return the kind, as in ``parity(4)`` (groups of 4) or ``recompute(8)`` (whole every 8)."""
+    """Return the kind, as in ``parity(4)`` (groups of 4)."""
     if scheme.kind is SchemeKind.PARITY:
         return f"{scheme.kind}({scheme.group})"
-    if scheme.kind is SchemeKind.RECOMPUTE:
-        return f"{scheme.kind}({scheme.full_every})"
     return str(scheme.kind)
 
 
@@ -95,16 +86,9 @@ def describe_plan(plan: ProtectionPlan, replicas: int) -> str:
         SchemeKind.PARITY: f"{replicas} block{plural} for up to {scheme.group} roles",
         SchemeKind.LOCAL: "no node may be lost",
         SchemeKind.LOCAL_TWICE: "each generation twice on its node; survives no lost node",
-        SchemeKind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
     cadence = "" if plan.every == 1 else f", every {plan.every} iterations"
     return f"{scheme.kind} ({description}){cadence}"
-
-
-def recomputes(plan: ProtectionPlan) -> bool:
-    """Return whether members must keep the gradients from which their generations can be
-    recomputed."""
-    return plan.kind is SchemeKind.RECOMPUTE
 
 
 def max_lost_iterations(every: int, max_lag: int, *, spans_the_world: bool) -> int:

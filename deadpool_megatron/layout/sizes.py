@@ -36,7 +36,7 @@ class Sizes(Coded):
 
 def fixed_by_scheme(scheme: str) -> str:
     """Return why the number of model replicas is fixed under this scheme; empty if it is not."""
-    is_fixed = scheme == SchemeKind.RECOMPUTE or SchemeKind(scheme).is_local
+    is_fixed = SchemeKind(scheme).is_local
     return f"--deadpool-protection {scheme} is for one size" if is_fixed else ""
 
 

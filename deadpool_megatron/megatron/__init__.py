@@ -6,8 +6,6 @@ fp8                state that Transformer Engine keeps for training in FP8
 identity           the meaning of the bytes of a role's generations, and a hash of all its state
 dimensions         tensor, pipeline, data: state that peers rebuild and compare
 interrupt_cleanup  remains of an interrupted step in Megatron: a table
-update_replay      the replay of an update, from the state before it and its input
-step_keeper        the input of each update, kept and replayed: for the scheme recompute alone
 template_maker     the recipe of a role's part of a checkpoint: which bytes lie where
 exact_load         the exact load of an optimizer where PyTorch's own Adam does the updates
 audit/             the search for silent corruption, at an interval of iterations

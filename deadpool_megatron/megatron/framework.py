@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +17,9 @@ from deadpool_megatron.megatron.audit.audit import Audit
 from deadpool_megatron.megatron.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.template_maker import make_template
-from deadpool_megatron.megatron.update_replay import refuse_unreplayable
 from deadpool_megatron.member.framework import Framework, ScheduleDifference, StepCalls, UpdateAudit
 from deadpool_megatron.member.role_reports import RoleReports
-from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.planning.model_replicas import sizes_of
-from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.template import StateTemplate
 from deadpool_megatron.vault.vault_client import VaultClient
 
@@ -119,16 +116,6 @@ class MegatronFramework(Framework):
     def template(self, layout: RoleLayout) -> StateTemplate:
         """See :class:`Framework`."""
         return make_template(self._loop, self.parts, layout)
-
-    def capture_of_updates(
-        self, platform: Platform, vault: VaultClient, report: Callable[[Mapping[str, Any]], None]
-    ) -> UpdateCapture:
-        """See :class:`Framework`."""
-        # Here: no other scheme loads it.
-        from deadpool_megatron.megatron.step_keeper import StepKeeper
-
-        refuse_unreplayable(self._loop.optimizer)
-        return StepKeeper(self._loop.optimizer, self._shard, platform, vault, report)
 
     def audit(
         self, vault: VaultClient, interval: int, wait: Callable[[], None], reports: RoleReports

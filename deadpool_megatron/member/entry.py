@@ -20,7 +20,6 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.failures import FailureKind, kind_of_end
-from deadpool_megatron.layout.gradient_chain import REPLAY
 from deadpool_megatron.layout.memory_needs import (
     NodeNeeds,
     extras_capacity_bytes,
@@ -29,7 +28,6 @@ from deadpool_megatron.layout.memory_needs import (
 )
 from deadpool_megatron.layout.ranks import first_role, rank_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
-from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.layout.sizes import fixed_by_scheme
 from deadpool_megatron.member.framework import Framework, StepCalls, UpdateAudit
 from deadpool_megatron.member.frozen_weights import FrozenWeights
@@ -37,10 +35,9 @@ from deadpool_megatron.member.loop import Program, ProtectedLoop
 from deadpool_megatron.member.protection import Protection
 from deadpool_megatron.member.role_layout import role_layout
 from deadpool_megatron.member.role_reports import RoleReports
-from deadpool_megatron.member.update_capture import ReplayRefused, UpdateCapture
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.platform import PinnedSlots, select_platform
-from deadpool_megatron.settings import SchemeKind, Settings
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec, template as templates
 from deadpool_megatron.state.frozen_file import Wait
 from deadpool_megatron.state.parts import largest_value
@@ -203,12 +200,9 @@ class EpochEntry:
         # have made slots for that state already, and has none of another layout.
         own = layout.without_runs.to_dict()
         self._link.send({"t": "registered", "layout": own, **self._sizes()})
-        plan = record.protection
-        # A replay needs the gradients of every iteration.
-        with_steps = recomputes(plan) and plan.every == 1
         recipe = restore.recipes.get(role)
         try:
-            self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
+            self.protection.enter(record.epoch, record.protection.every)
         except OutOfSpace as error:
             if recipe is None or not recipe.cut:
                 raise
@@ -376,18 +370,14 @@ class EpochEntry:
         part = extras_part(self.boundary)
         try:
             values = extras_codec.decode(restored.part(part))
-            replayed = self.protection.restore(restored, self.generation)
+            self.protection.restore(restored)
             if (frozen := self.built.frozen) is not None:
                 frozen.restore(values.get("frozen", ""), self._waiting(record.epoch, "restore"))
         except extras_codec.ExtrasError as error:
             # Damaged before it was sealed, so that all copies and their checksums agree.
             raise RestoreFailed(part, str(error)) from error
-        except ReplayRefused as error:
-            raise RestoreFailed(REPLAY, str(error)) from error
         finally:
             restored.close()
-        if replayed:
-            self.reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
         self._compare_schedule(record, values)
         self.built.framework.restore(values)
         self._late = values
@@ -471,12 +461,6 @@ class EpochEntry:
         self._identity = [__version__, *framework.versions, meaning, *cut]
         # A renumbered model may have been warmed up: keep the extras of the new model.
         self._pristine = self._pristine or self._capture(framework, frozen)
-        updates = UpdateCapture()
-        # The parts for updates belong to the layout, which is fixed for a run.
-        if settings.protection == SchemeKind.RECOMPUTE:
-            updates = framework.capture_of_updates(
-                self._platform, self._vault, self.reports.report_rehearsal
-            )
         layout = role_layout(
             self.role,
             framework.parts,
@@ -484,7 +468,6 @@ class EpochEntry:
             framework.peers,
             framework.slots + settings.max_lag,
             meaning,
-            updates.layout_parts(rank_of(self.role)),
         )
         publish_template(framework.template(layout), settings, self._link.place.segments)
         protection = Protection(
@@ -497,7 +480,6 @@ class EpochEntry:
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self.reports.report_wait,
             pinned=self._pinned,
-            updates=updates,
         )
         before, after, audit = [protection.before_update], [protection.after_update], None
         # With fewer model replicas than at the start none may be left to compare with.

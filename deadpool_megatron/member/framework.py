@@ -8,7 +8,7 @@ this package imports either; a program returns its own (:meth:`Program.framework
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.sizes import Sizes
-from deadpool_megatron.member.update_capture import UpdateCapture
-from deadpool_megatron.platform import Platform
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.state.template import StateTemplate
@@ -174,15 +172,6 @@ class Framework(ABC):
         """Return the recipe for exports of this role; a refused recipe if there are none."""
         refusal = "the program does not say what its checkpoints hold"
         return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
-
-    def capture_of_updates(
-        self, platform: Platform, vault: VaultClient, report: Callable[[Mapping[str, Any]], None]
-    ) -> UpdateCapture:
-        """Return the capture of updates for the scheme ``recompute``. Raises UnsupportedState."""
-        raise UnsupportedState(
-            "--deadpool-protection recompute: updates of this framework cannot be computed again;"
-            " use --deadpool-protection buddy"
-        )
 
     def audit(
         self, vault: VaultClient, interval: int, wait: Callable[[], None], reports: RoleReports

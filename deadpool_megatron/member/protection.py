@@ -4,8 +4,7 @@ One iteration, as this module sees it (design, section 4)::
 
     gate()             entry of the outermost optimizer.step: the generation that the next slot
                        write must not outrun is committed
-    before_update(i)   right before inner update i: the running copy has left the shard, and the
-                       input of the update is kept where the scheme needs it
+    before_update(i)   right before inner update i: the running copy has left the shard
     after_update(i)    after inner update i: its copy into the idle slot starts
     complete(k)        the iteration is over: extras are captured, the rest of the copies started,
                        and a helper thread hands the slot to the vault when the bytes have arrived
@@ -41,22 +40,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part, is_due
-from deadpool_megatron.member.update_capture import UpdateCapture
 from deadpool_megatron.platform import devices
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.parts import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
-from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.vault_client import RestoredParts, SlotWriter, VaultClient
 
 # Shorter waits are the cost of polling, not a stall.
@@ -103,7 +100,6 @@ class _Job:
     copies: tuple[devices.CopyHandle, ...]
     extras: bytes
     boundary: str
-    other_sizes: Mapping[str, int]
 
 
 class Protection:
@@ -126,7 +122,6 @@ class Protection:
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
         pinned: devices.PinnedSlots,
-        updates: UpdateCapture | None = None,
     ) -> None:
         self.layout = layout
         self.stall_seconds = 0.0
@@ -137,12 +132,9 @@ class Protection:
         self._interrupt_fd = interrupt_fd
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
-        self._updates = updates or UpdateCapture()
         self._epoch, self._every = 0, 1
         self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
         self.is_due, self._is_first_gate, self.is_gated = True, False, False
-        # The generation from which the coming updates begin; None until the epoch has a generation.
-        self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
         self._views = SlotViews()
         self._copies: dict[int, devices.CopyHandle] = {}
@@ -155,18 +147,15 @@ class Protection:
         self._sealer: threading.Thread | None = None
         self._enter_thread = platform.thread_entry()
         self._pinned = pinned
-        copied = [*parts, *self._updates.gradients]
-        self.copied_parts = [part.name for part in copied if part.nbytes]
+        self.copied_parts = [part.name for part in parts if part.nbytes]
 
-    def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
+    def enter(self, epoch: int, every: int = 1) -> None:
         """Begin ``epoch``: no copy is under way, and the vault knows this role and its layout.
 
-        ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
-        needs a cadence of 1. The vault may have to make the slots first.
+        ``every``: the cadence of the epoch's record. The vault may have to make the slots first.
         """
         self._epoch, self._every = epoch, every
-        self._is_first_gate, self._previous, self._failure = False, None, None
-        self._updates.begin(wanted=with_steps)
+        self._is_first_gate, self._failure = False, None
         self._pending.clear()
         try:
             self._vault.register(self.layout, epoch, self._interrupt_fd)
@@ -179,7 +168,6 @@ class Protection:
         self._pending.extend([(generation, boundary)] * (self._settings.max_lag + 1))
         self._newest_due = generation
         self._is_first_gate = True
-        self._previous = generation
 
     def gate(self) -> None:
         """Wait until the next update may overwrite the oldest slot."""
@@ -213,15 +201,13 @@ class Protection:
         self._await_sealer()
 
     def before_update(self, index: int) -> None:
-        """Fence inner update ``index``, take a slot, and copy the input of the update if needed."""
+        """Fence inner update ``index``, and take a slot."""
         self.fence()
         if self._epoch and self.is_due:
             self._open_slot()
         if index in self._copies:  # an earlier update of this iteration, which is copied again
             self._await("the copy of an update into its slot", self._copies[index].wait)
             del self._copies[index]
-        if self._writer is not None:
-            self._updates.capture(index, self._writer)
 
     def after_update(self, index: int) -> None:
         """Start copying the part of inner update ``index`` into the idle slot."""
@@ -243,18 +229,14 @@ class Protection:
         for index in range(len(self._parts)):
             self.after_update(index)
         copies, writer = list(self._copies.values()), self._open_slot()
-        sizes, captured = self._updates.finish(
-            writer, self._upcoming, self._previous, copies, self._await
-        )
-        copies += captured
         self._writer, self._copies = None, {}
         self._idle.clear()
-        self._handed_over = self._previous = self._upcoming
+        self._handed_over = self._upcoming
         if self._sealer is None:
             sealer = threading.Thread(target=self._seal_jobs, name="deadpool-sealer", daemon=True)
             sealer.start()
             self._sealer = sealer
-        self._jobs.put(_Job(writer, tuple(copies), extras, boundary, sizes))
+        self._jobs.put(_Job(writer, tuple(copies), extras, boundary))
         self._pending.append((self._upcoming, boundary))
         self._newest_due = self._upcoming
 
@@ -273,10 +255,8 @@ class Protection:
     def announce(self, generation: Generation, *, first: bool = False) -> None:
         """Name the generation that the coming updates make; the ``first`` of a lineage is due.
 
-        Whether another is due follows from the iteration alone, so all roles agree. Gradients of
-        the previous iteration may be overwritten from now on.
+        Whether another is due follows from the iteration alone, so all roles agree.
         """
-        self._updates.order_copies(self._await)
         self._upcoming, self.is_gated = generation, False
         self.is_due = first or is_due(generation.iteration, self._every)
 
@@ -285,41 +265,13 @@ class Protection:
         segments can be appended to it."""
         return generation == self._newest_due
 
-    def restore(self, restored: RestoredParts, generation: Generation) -> Mapping[str, Any]:
-        """Load all shard parts of ``generation`` into the live tensors.
-
-        Parts that no node holds whole are recomputed, compared with the owner's checksums and
-        handed to the vault. Returns the facts to report of that, empty if nothing was recomputed.
-        """
-        held = [part for part in self._parts if part.name in restored.names]
-        missing = [part for part in self._parts if part.name not in restored.names]
-        self.load((part, restored.part(part.name)) for part in held)
-        return self._updates.recompute(missing, restored, generation, self) if missing else {}
-
-    def load(self, restored: Iterable[tuple[Part, memoryview]]) -> None:
-        """Copy restored bytes into live tensors, asynchronously if the slots are page-locked."""
+    def restore(self, restored: RestoredParts) -> None:
+        """Load all shard parts into the live tensors, asynchronously if the slots are
+        page-locked."""
         start, limit = self._platform.side_copy, self._settings.restore_seconds
-        for copy in [start(part.tensors, part.views(found)) for part, found in restored]:
+        found = [(part.tensors, part.views(restored.part(part.name))) for part in self._parts]
+        for copy in [start(live, views) for live, views in found]:
             self._wait("restored state on the device", copy.wait, limit)
-
-    def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
-        """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed.
-
-        ``sums``: shard part -> (bytes, checksum) of the owner. Returns the first part that differs,
-        and then hands over nothing; empty if all are equal.
-        """
-        writer = self._begin(generation)
-        chosen = [part for part in self._parts if part.name in sums]
-        for part in chosen:
-            copy = self._platform.side_copy(self._views.of(part, writer), part.tensors)
-            self._await("the copy of a recomputed generation into its slot", copy.wait)
-        for part in chosen:
-            found = part.nbytes, checksum(writer.part(part.name))
-            if found != sums[part.name]:
-                writer.abandon()
-                return part.name
-        writer.fill({part.name: part.nbytes for part in chosen})
-        return ""
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt, wait until no copy reads the shard, and drop the open generation.
@@ -328,7 +280,7 @@ class Protection:
         """
         limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)
-        for copy in [*self._copies.values(), *self._updates.running()]:
+        for copy in self._copies.values():
             try:
                 done = copy.wait(max(0.0, limit - time.monotonic())) and done
             except devices.CopyFailedError:
@@ -471,5 +423,5 @@ class Protection:
             job.writer.abandon()
             return
         sizes = {part.name: part.nbytes for part in self._parts}
-        job.writer.fill({**sizes, **job.other_sizes, name: len(job.extras)})
+        job.writer.fill({**sizes, name: len(job.extras)})
         failpoints.hit("snapshot.filled", iteration=job.writer.generation.iteration)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.ranks import first_role
@@ -20,26 +19,17 @@ def role_layout(
     peers: Sequence[int],
     slots: int,
     meaning: str,
-    step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
     """Return the layout of a role's generations. Frameworks know ranks: replicas of parts and
     ``peers`` are ranks, and become roles of the size of ``role`` here.
 
     ``extras_capacity_bytes``: for the extras at each boundary. It is not in the hash, so that a run
-    can continue with another capacity. ``step_parts``: for updates, if the scheme keeps them.
+    can continue with another capacity.
     """
-    identities = {part.name: part.signature() for part in parts}
-    # The gradients of a part are those of the same parameters.
-    identities |= {records.gradients_part(name): identity for name, identity in identities.items()}
-    found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
     first = first_role(role)
     infos = [
-        replace(
-            info,
-            replicas=tuple(first + rank for rank in info.replicas),
-            identity=identities.get(info.name, ""),
-        )
-        for info in found
+        PartInfo(p.name, p.nbytes, tuple(first + rank for rank in p.replicas), p.signature())
+        for p in parts
     ]
     digest = hashlib.sha256(meaning.encode())
     for info in infos:

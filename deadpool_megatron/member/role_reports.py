@@ -134,13 +134,3 @@ class RoleReports:
             self.section = self._section_before
         values = {"seconds": seconds, "over": over, "lineage": generation.lineage}
         self.send_event(Kind.GATE_WAIT, generation.iteration, values)
-
-    def report_rehearsal(self, facts: Mapping[str, Any]) -> None:
-        """Report the result of the rehearsal of an update."""
-        self.send_event(Kind.REHEARSED, self.iteration, facts)
-        if not facts["matched"]:
-            print(
-                f"role {self.role}: an update cannot be computed again from its gradients, to the"
-                f" byte ({facts['difference']}): whole copies from here on",
-                flush=True,
-            )

@@ -35,10 +35,6 @@ _PLAIN = {
     Kind.DUMPED: ("dumped: {path}", ""),
     Kind.CORRUPTION: ("damaged bytes found and not used: {data}", "bold red"),
     Kind.DECODED: ("{part} of role {role} computed from parity in {seconds:.2f} s", "green"),
-    Kind.REPLAYED: (
-        "role {role}: state recomputed over {steps} updates in {seconds:.2f} s",
-        "yellow",
-    ),
     Kind.STALE_DIVERGENCE: ("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red"),
 }
 _AGAIN = "if it happens again, "
@@ -65,7 +61,7 @@ class Narrator:
     def __init__(self, story: Story) -> None:
         self.story = story
         self._losses = list[Line]()  # perhaps of the next reported failure
-        self._reported: set[tuple[Kind, int]] = set()
+        self._reported: set[int] = set()
         self._code = ""  # the kind with which the last failure was reported
         self._restored = 0  # the restored iteration
 
@@ -78,7 +74,7 @@ class Narrator:
         # Known events arrive again at a coordinator that took over, and any event of its start.
         known_until = max(story.last_iteration, self._restored)
         again = event.kind is Kind.STEP and (event.iteration or 0) <= known_until
-        again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
+        again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event.epoch)
         again |= event.kind is Kind.NODE_JOINED and story.silence is not None
         plans = len(story.protections)
         known = len(story.failures)
@@ -110,8 +106,6 @@ class Narrator:
                 lines = [
                     Line(f"{len(story.hosts)} of {sum(story.wanted)} nodes joined", passes=True)
                 ]
-            case Kind.REHEARSED if self._is_known(event, 0):
-                lines = []
             case _:
                 line = line_of(event)
                 lines = [] if line is None else [line]
@@ -140,11 +134,10 @@ class Narrator:
         text = advice(self.story.failures[-1], self.story)
         return [Line(f"to do: {text}")] if text else []
 
-    def _is_known(self, event: Event, number: int) -> bool:
-        """Return whether the same was reported before: a coordinator that took over repeats the
-        open epoch, and several roles find the same about their updates."""
-        known = (event.kind, number) in self._reported
-        self._reported.add((event.kind, number))
+    def _is_known(self, epoch: int) -> bool:
+        """Return whether the epoch was reported before: a coordinator that took over repeats it."""
+        known = epoch in self._reported
+        self._reported.add(epoch)
         return known
 
 
@@ -185,10 +178,6 @@ def line_of(event: Event) -> Line | None:
         case Kind.GATE_WAIT if not data.get("over"):
             waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
             return Line(f"{waited} for {float(data['seconds']):.0f} s", "yellow")
-        case Kind.REHEARSED if not data.get("matched"):
-            found = f"an update of role {event.role}, computed again, gave other bytes"
-            change = f"({data.get('difference')}): whole copies instead of gradients"
-            return Line(f"{found} {change}", "bold red")
         case _:
             return None
 

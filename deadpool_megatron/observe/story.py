@@ -49,7 +49,7 @@ _RELATED_SECONDS = 2.0
 _MAX_WAITS = 64
 # All events of these kinds are kept.
 _KEPT = (Kind.NODE_QUARANTINED, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
-_COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
+_COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.STALE_DIVERGENCE)
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ class Assessment:
 
     def busiest(self, name: str) -> tuple[float, int]:
         """Return the mean (over nodes with a value) and the maximum of a field of the loads. Fields
-        per step are averages, as not every step sends a whole generation.
+        per step are averages, as not every step has a generation.
         """
-        share = traffic.mean_share(self.plan) if name.endswith("_per_step") else 1
+        share = 1 / self.plan.protection.cadence if name.endswith("_per_step") else 1
         values = [value for load in self.loads.values() if (value := getattr(load, name))]
         return share * sum(values) / max(1, len(values)), round(share * max(values, default=0))
 

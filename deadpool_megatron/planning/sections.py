@@ -105,7 +105,6 @@ class PlannedProtection:
     scheme: SchemeKind = _key("--deadpool-protection", SchemeKind(Settings.protection))
     replicas: Count = _key("--deadpool-replicas; parity: blocks of a group", Settings.replicas)
     parity_group: Several = _key("--deadpool-parity-group", Settings.parity_group)
-    full_every: Several = _key("--deadpool-set full-every, for recompute", Settings.full_every)
     link_share: Fraction = _key("--deadpool-set link-share", Settings.link_share)
     cadence: Cadence = _key("--deadpool-cadence: protect each N-th step", 1)
     max_lag: Natural = _key("--deadpool-max-lag", Settings.max_lag)

@@ -18,17 +18,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.gradient_chain import step_parts
 from deadpool_megatron.layout.memory_needs import Topology, extras_capacity_bytes
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.planning.sections import Cluster, Model, Parallel, Plan
-from deadpool_megatron.settings import SchemeKind, Settings
+from deadpool_megatron.settings import Settings
 
-# A parameter's gradient in an update: fp32.
-GRADIENT_BYTES = 4.0
-# Plain values of the parameter groups, rounded up as by a member (megatron/step_keeper.py).
-_UPDATE_BYTES = 64 << 10
 # Megatron pads the vocabulary to a multiple of this times tp (--make-vocab-size-divisible-by).
 _VOCAB_MULTIPLE = 128
 
@@ -132,7 +127,6 @@ def settings_of(plan: Plan) -> Settings:
         protection=chosen.scheme,
         replicas=chosen.replicas,
         parity_group=chosen.parity_group,
-        full_every=chosen.full_every,
         cadence=str(chosen.cadence),
     )
 
@@ -179,19 +173,10 @@ def _rack(node: int, cluster: Cluster) -> str:
 
 def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
     chosen = plan.protection
-    shards = list(_shards(role, plan, stage))
-    steps = []
-    if chosen.scheme is SchemeKind.RECOMPUTE:
-        share = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
-        gradients = {
-            shard.name: PartInfo(shard.name, math.ceil(shard.nbytes * share), shard.replicas)
-            for shard in shards
-        }
-        steps = step_parts(gradients, _UPDATE_BYTES, role)
     nbytes = extras_capacity_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
     extras = [PartInfo(extras_part(boundary), nbytes, (role,)) for boundary in BOUNDARIES]
     peers = plan.parallel.grid.data_peers(role, plan.parallel.dp)
-    return RoleLayout(role, (*shards, *steps, *extras), peers, slots_of(plan), "")
+    return RoleLayout(role, (*_shards(role, plan, stage), *extras), peers, slots_of(plan), "")
 
 
 def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]:

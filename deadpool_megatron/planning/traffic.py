@@ -12,8 +12,8 @@
                                                               from an update to its commit gate
 
 A node's links also have to carry a generation per ``cadence`` steps, whatever the lag: ship may not
-be longer. With ``recompute`` these are the generations that are sent whole. The copy may never be
-longer than forward and backward, because the fence before the next update waits for it.
+be longer. The copy may never be longer than forward and backward, because the fence before the next
+update waits for it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class NodeLoad:
 
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
-    """Return the load of each node for a protected generation (with recompute: a whole one). For
+    """Return the load of each node for a protected generation. For
     spares it is the copies of buddies; their own slots are created only if memory is left."""
     extras, seats = plan.protection.extras_bytes_per_role, placement.topology.seats
     unique, out, into = (Counter[int]() for _ in range(3))
@@ -125,15 +125,6 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
         node: NodeLoad(unique[node], *memory[node], out[node], into[node])
         for node in placement.topology.domains
     }
-
-
-def mean_share(plan: Plan) -> float:
-    """Return the bytes that a step sends on average, as a share of a whole generation."""
-    protection = plan.protection
-    if protection.scheme is not SchemeKind.RECOMPUTE:
-        return 1.0 / protection.cadence
-    step = shards.GRADIENT_BYTES / plan.model.state_bytes_per_parameter
-    return (1.0 + (protection.full_every - 1) * step) / protection.full_every
 
 
 @dataclass(frozen=True)

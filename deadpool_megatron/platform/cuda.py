@@ -53,10 +53,6 @@ class _EventCopy(devices.CopyHandle):
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         return True
 
-    def precede(self, timeout_seconds: float) -> bool:
-        torch.cuda.current_stream().wait_event(self._event)
-        return True
-
 
 class _DeviceWait(threading.Thread):
     """A wait for all streams of a device, also of other libraries. The driver's wait has no

@@ -34,13 +34,6 @@ class CopyHandle(ABC):
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for at most this long; return :meth:`done`. Raises CopyFailedError."""
 
-    def precede(self, timeout_seconds: float) -> bool:
-        """Let later work of the calling thread begin after this copy.
-
-        True at once where the device does the waiting; elsewhere as :meth:`wait`.
-        """
-        return self.wait(timeout_seconds)
-
 
 class Platform(ABC):
     """The device under the training process."""

@@ -3,9 +3,7 @@
 A generation of a role is committed at a boundary when its own slot has all shard parts and the
 extras up to that boundary sealed, and every target that the scheme names has acknowledged what it
 is owed: a buddy acknowledges a copy, the holder of a parity block that the part is in the sealed
-block. Where a generation travels as a step (:mod:`.schemes.gradients`), the parts of the step
-stand for the shard parts that they lead to: a buddy acknowledges them only if it holds the
-generation that the step starts from.
+block.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ class CommitLedger:
         self._nic = nic
         self._reports = reports
         self.scheme: Scheme | None = None
-        # Roles whose members have shown that a replay gives the very bytes of an update.
-        self.rehearsed: set[int] = set()
         # Roles whose members have reached the end of the run: nothing newer will be sealed.
         self.ended: set[int] = set()
         self.committed: dict[int, tuple[Generation, str]] = {}
@@ -132,7 +128,7 @@ class CommitLedger:
                 if role in self.committed and generation < self.committed[role][0]:
                     continue
                 self.committed[role] = generation, boundary
-                released = acknowledged.released(layout, generation)
+                released = acknowledged.released(layout)
                 self._report_commit(role, generation, boundary, released)
         self._gate.changed.notify_all()
 
@@ -166,10 +162,10 @@ class Acknowledgements:
         self.scheme = scheme
         self._names: dict[tuple[int, Generation, int], set[str]] = {}
 
-    def released(self, layout: RoleLayout, generation: Generation) -> bool:
+    def released(self, layout: RoleLayout) -> bool:
         """Return whether the role passes with fewer copies, which the record permits."""
         fewer = self.scheme.record.fewer_copies
-        return layout.role in fewer and self.scheme.owed(layout, generation).is_short
+        return layout.role in fewer and self.scheme.owed(layout).is_short
 
     def add(self, role: int, generation: Generation, node: int, names: Iterable[str]) -> None:
         """Note that a node has sealed these parts, or the parity blocks they are in."""
@@ -189,7 +185,7 @@ class Acknowledgements:
     ) -> list[str]:
         """Return the sealed parts that a target is owed and has not acknowledged, in layout
         order."""
-        owed = self.scheme.owed(layout, generation).names.get(target, frozenset())
+        owed = self.scheme.owed(layout).names.get(target, frozenset())
         done = self._names.get((layout.role, generation, target.node), set())
         left = (owed & {*sealed}) - done
         return [part.name for part in layout.parts if part.name in left]
@@ -198,13 +194,13 @@ class Acknowledgements:
         self, layout: RoleLayout, generation: Generation, sealed: Collection[str]
     ) -> str | None:
         """Return the last boundary at which the generation is committed, or None."""
-        owed = self.scheme.owed(layout, generation)
+        owed = self.scheme.owed(layout)
         if owed.is_short and layout.role not in self.scheme.record.fewer_copies:
             return None
         lacking = set[str]()
         for target, names in owed.names.items():
             lacking |= names - self._names.get((layout.role, generation, target.node), set())
-        if not owed.here <= {*sealed} - lacking:
+        if not {*layout.shard_parts} <= {*sealed} - lacking:
             return None
         reached = None
         for boundary in BOUNDARIES:

@@ -4,9 +4,8 @@ Each epoch of a vault has one scheme object (:mod:`.schemes.registry`). It answe
 owed to which nodes, adds to slots that are about to be sealed, and answers which memory may be
 freed. This module has the schemes that are made of copies.
 
-The sources of a restored generation do not depend on the plan of the new epoch: blocks and steps of
-earlier epochs stand in the record's recipes, and in the files of a dump
-(:class:`.schemes.registry.Rebuild`).
+The sources of a restored generation do not depend on the plan of the new epoch: blocks of earlier
+epochs stand in the record's recipes, and in the files of a dump.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
-from deadpool_megatron.layout.records import EpochRecord, Generation, PartKind, RoleLayout, kind_of
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.errors import Refusal, Refused
-from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.transport import Channel
 
 # Name -> (bytes, checksum).
@@ -63,11 +61,10 @@ class Offer:
 @dataclass(frozen=True)
 class Owed:
     """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
-    of them than are wanted. ``here``: parts other than extras that must be in the role's slot."""
+    of them than are wanted."""
 
     names: Mapping[Target, frozenset[str]]
     is_short: bool
-    here: frozenset[str]
 
 
 class Scheme(ABC):
@@ -77,23 +74,28 @@ class Scheme(ABC):
         self.record = record
         self._seats = {role: seat.node for role, seat in record.seats.items()}
         self._domains = {node: address.domain for node, address in record.nodes.items()}
-        self._owed: dict[tuple[int, PartKind], Owed] = {}
+        self._owed: dict[int, Owed] = {}
 
     @abstractmethod
-    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
-        """Return groups of targets with the parts that each target of a group is owed: extras, and
-        parts of ``kind``, which are shard parts or the steps to them."""
+    def _ways(self, layout: RoleLayout) -> Ways:
+        """Return groups of targets with the parts that each target of a group is owed."""
 
-    def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
+    def owed(self, layout: RoleLayout) -> Owed:
         """Return the parts that must be on other nodes before a generation is committed."""
-        return self._sized(layout, PartKind.SHARD)
+        found = self._owed.get(layout.role)
+        if found is None:
+            ways = [(targets, frozenset(names)) for targets, names in self._ways(layout)]
+            owed = {target: names for targets, names in ways if names for target in targets}
+            is_short = any(names and len(targets) < self.record.replicas for targets, names in ways)
+            found = self._owed[layout.role] = Owed(owed, is_short)
+        return found
 
     def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
         """Return the parts that ``node`` continues to receive into the segment of this layout."""
         if layout.role not in self._seats:
             return ()
-        owed = self._sized(layout, PartKind.SHARD).names
-        return {name for target, names in owed.items() if target.node == node for name in names}
+        owed = self.owed(layout).names.items()
+        return {name for target, names in owed if target.node == node for name in names}
 
     def elsewhere(self, layout: RoleLayout) -> list[str]:
         """Return the shard parts that are not sent, because peers hold the same bytes."""
@@ -102,25 +104,6 @@ class Scheme(ABC):
             for part in layout.parts
             if part.name in layout.shard_parts and self._covered(layout, part.replicas)
         ]
-
-    def sealing(  # noqa: B027  most add nothing
-        self, segment: Segment, slot: int, digests: dict[str, int]
-    ) -> None:
-        """Extend the parts that are about to be sealed in the role's slot, with their checksums."""
-
-    def follows(self, role: int, generation: Generation) -> Generation | None:
-        """Return the generation that a step starts from; None if the generation travels whole."""
-        return None
-
-    def make_whole(self, role: int, generation: Generation) -> None:  # noqa: B027  most are whole
-        """Send ``generation`` whole, since a buddy lacks the base of its step."""
-
-    def lacks_base(
-        self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
-    ) -> bool:
-        """Return whether ``held``, the parts of a role here, lack the base of offered steps.
-        ``follows``: the base that the owner has sent."""
-        return False
 
     def combine(self, channel: Channel, block: int, offer: Offer) -> None:
         """Answer a role that puts parts into a block of this node. Raises Refused. The vault's lock
@@ -133,18 +116,6 @@ class Scheme(ABC):
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
         return is_covered(replicas, layout.role, self._seats, self._domains, self.record.replicas)
 
-    def _sized(self, layout: RoleLayout, kind: PartKind) -> Owed:
-        found = self._owed.get((layout.role, kind))
-        if found is None:
-            ways = [(targets, frozenset(names)) for targets, names in self._ways(layout, kind)]
-            owed = {target: names for targets, names in ways if names for target in targets}
-            is_short = any(names and len(targets) < self.record.replicas for targets, names in ways)
-            here = {*layout.shard_parts}
-            if any(names.intersection(layout.step_parts) for names in owed.values()):
-                here |= {*layout.step_parts}
-            found = self._owed[layout.role, kind] = Owed(owed, is_short, frozenset(here))
-        return found
-
 
 class Copies(Scheme):
     """Copies of all parts that an iteration changes, except those that enough peers hold."""
@@ -153,24 +124,20 @@ class Copies(Scheme):
         super().__init__(record)
         self._placement = CopyPlacement.of_record(record)
 
-    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
-        return [(self._buddies(layout), self._uncovered(layout, kind, PartKind.EXTRAS))]
+    def _ways(self, layout: RoleLayout) -> Ways:
+        return [(self._buddies(layout), self._uncovered(layout))]
 
     def _buddies(self, layout: RoleLayout) -> list[Target]:
         return [Target(node) for node in self._placement.buddies(layout.role, layout.peers)]
 
-    def _uncovered(self, layout: RoleLayout, *kinds: PartKind) -> list[str]:
-        return [
-            part.name
-            for part in layout.parts
-            if kind_of(part.name) in kinds and not self._covered(layout, part.replicas)
-        ]
+    def _uncovered(self, layout: RoleLayout) -> list[str]:
+        return [part.name for part in layout.parts if not self._covered(layout, part.replicas)]
 
 
 class Local(Scheme):
     """Generations stay on their own node (REFT's SMP): no part is owed to another node."""
 
-    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
+    def _ways(self, layout: RoleLayout) -> Ways:
         return ()
 
 
@@ -179,6 +146,5 @@ class LocalTwice(Scheme):
     acknowledged like the copy of a buddy. A damaged slot of a dead process is repaired without the
     network: a restore uses the first place of a part on its node whose checksum matches."""
 
-    def _ways(self, layout: RoleLayout, kind: PartKind) -> Ways:
-        names = [p.name for p in layout.parts if kind_of(p.name) in (kind, PartKind.EXTRAS)]
-        return [([Target(self._seats[layout.role])], names)]
+    def _ways(self, layout: RoleLayout) -> Ways:
+        return [([Target(self._seats[layout.role])], [part.name for part in layout.parts])]

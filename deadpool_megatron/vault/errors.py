@@ -47,7 +47,6 @@ class Refusal(StrEnum):
     EARLY = "early"  # the epoch, or a slot, does not exist yet: ask again soon
     WAITED = "waited"  # other roles have not sent their parts yet: ask again at once
     SUPERSEDED = "superseded"  # a newer generation of the role is here: counts as received
-    NO_BASE = "no base"  # the base of a step was lost here
     NOT_HELD = "not held"
     STALE = "stale"  # the epoch is over
     NO_SHARED_MEMORY = "no copy possible"
@@ -64,9 +63,7 @@ class Refusal(StrEnum):
 
 
 # Normal refusals, which are not reported.
-NORMAL_REFUSALS = frozenset(
-    {Refusal.EARLY, Refusal.WAITED, Refusal.SUPERSEDED, Refusal.NO_BASE, Refusal.NOT_HELD}
-)
+NORMAL_REFUSALS = frozenset({Refusal.EARLY, Refusal.WAITED, Refusal.SUPERSEDED, Refusal.NOT_HELD})
 
 
 class VaultError(Exception):

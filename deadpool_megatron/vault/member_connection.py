@@ -108,7 +108,6 @@ class MemberConnection:
         self.layout = RoleLayout.from_dict(hello["layout"])
         self.role = self.layout.role
         self._seat = Seat.from_list(hello["seat"])
-        self._rehearsed = bool(hello["rehearsed"])
         self._has_slots = bool(hello["has_slots"])
         self._request: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
@@ -118,7 +117,6 @@ class MemberConnection:
     def run(self, stopping: threading.Event) -> None:
         """Serve until the member closes. Raises WireError or OSError at the end of the stream."""
         self._members.enter(self)
-        self._note_rehearsal(self._rehearsed)
         try:
             if self._attach():
                 self._confirm()
@@ -161,12 +159,6 @@ class MemberConnection:
         if worker is not None:
             worker.wake()
 
-    def _note_rehearsal(self, matched: bool) -> None:
-        """Note whether this process, when it replayed an update of its own, got the same bytes."""
-        with self._gate.lock:
-            rehearsed = self._ledger.rehearsed
-            (rehearsed.add if matched else rehearsed.discard)(self.role)
-
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "filled":
@@ -187,8 +179,6 @@ class MemberConnection:
                     self._gate.changed.notify_all()
         elif kind == "release":
             self._unpin()
-        elif kind == "rehearsed":
-            self._note_rehearsal(bool(message["matched"]))
         else:
             raise WireError(f"unknown message {kind!r} from the member of role {self.role}")
 

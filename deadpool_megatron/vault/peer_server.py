@@ -168,9 +168,6 @@ class _Connection:
     def _put(self, message: Mapping[str, Any]) -> None:
         offer, store = self._offer(message), self._store
         with self._gate.lock:
-            held, follows = store.table.held(offer.role), message.get("follows")
-            if self._ledger.require_scheme(offer.epoch).lacks_base(held, follows, offer.names):
-                raise Refused(Refusal.NO_BASE)
             needed = [
                 (name, size, digest)
                 for name, (size, digest) in offer.parts.items()
@@ -197,7 +194,7 @@ class _Connection:
         if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
         try:
-            segment = slot_memory.ensure_copy(store, offer.layout, generation, wanted)
+            segment = slot_memory.ensure_copy(store, offer.layout, generation)
             slot_memory.require_fit(segment, {name: size for name, size, _ in needed})
         except VaultError as error:
             raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error

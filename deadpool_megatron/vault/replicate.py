@@ -175,12 +175,8 @@ class Replicator(Sender):
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
         channel = self._connect()
-        with self._gate.lock:
-            # The generation to which a step is applied; None if this generation is sent whole.
-            base = self._scheme.follows(self._layout.role, generation)
-        follows = None if base is None else base.to_list()
         elsewhere = self._ledger.elsewhere(self._layout, generation)
-        channel.send(self._offered(work, follows=follows, elsewhere=elsewhere))
+        channel.send(self._offered(work, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._handle_refusal(refused, generation, places)
@@ -213,11 +209,6 @@ class Replicator(Sender):
         if refused.reason is Refusal.SUPERSEDED:
             names = [place.name for place in places]
             self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
-            return True
-        if refused.reason is Refusal.NO_BASE:
-            with self._gate.changed:  # the generation is sent whole
-                self._scheme.make_whole(self._layout.role, generation)
-                self._gate.changed.notify_all()
             return True
         if refused.reason is Refusal.WAITED:
             return True  # without a pause: the holder has waited already
@@ -260,7 +251,7 @@ class LocalCopier(Sender):
         VaultError when memory is short, or at a close."""
         store = self._store
         names = [place.name for place in places]
-        segment = slot_memory.ensure_copy(store, self._layout, generation, names)
+        segment = slot_memory.ensure_copy(store, self._layout, generation)
         slot_memory.require_fit(segment, {place.name: place.nbytes for place in places})
         slot = store.claim(segment, generation, self._epoch)
         if slot is None:

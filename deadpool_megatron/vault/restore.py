@@ -8,10 +8,6 @@ All checked parts are written to a slot of the member's own segment, as if it ha
 A role of another size than the generation's cuts its parts from those of several old roles. The
 bytes that it needs are copied to its slot while an old part arrives, and its part is sealed after
 all of these have matched their checksums, so that no memory is taken for parts of old roles.
-
-For parts that the member recomputes, the parts of a chain are fetched instead
-(layout.gradient_chain). If this node lacks them, they are copied to the segments for copies and
-steps of other nodes' roles, because a chain has more generations than a role has slots.
 """
 
 from __future__ import annotations
@@ -19,24 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import xxhash
 
 from deadpool_megatron.layout import records, shard_map
-from deadpool_megatron.layout.gradient_chain import key
 from deadpool_megatron.layout.planner import PartIndex
-from deadpool_megatron.layout.records import EpochRecord, Generation, Recipe, RoleLayout, Source
+from deadpool_megatron.layout.records import EpochRecord, Recipe, RoleLayout, Source
 from deadpool_megatron.layout.shard_map import CannotReshard, Span
 from deadpool_megatron.vault import slot_memory, transport
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.sources import dumped_parts, node_of, slots_of
+from deadpool_megatron.vault.disk.sources import dumped_parts, holds, node_of
 from deadpool_megatron.vault.errors import (
     CutRefused,
     OutOfSpace,
@@ -45,14 +39,18 @@ from deadpool_megatron.vault.errors import (
     VaultError,
     is_shortage,
 )
-from deadpool_megatron.vault.schemes.registry import Obtained, Rebuilds, Tried
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 T = TypeVar("T")
+# Node, role, and the reason why its bytes could not be used.
+Tried = tuple[int, int, str]
 # Takes bytes of an old part, with their offset in it.
 Put = Callable[[int, memoryview], None]
 
@@ -66,13 +64,10 @@ class _NoSlotYet(ConnectionError):
 
 
 class _Wanted(NamedTuple):
-    """A part of a generation, and its sources; ``leads``: it belongs to another generation, from
-    which the restored generation is computed."""
+    """A part of the restored generation, and its sources."""
 
-    generation: Generation
     name: str
     sources: tuple[Source, ...]
-    leads: bool = False
 
 
 class Restorer:
@@ -89,11 +84,12 @@ class Restorer:
         self._seat = record.seats.get(role)
         self._channels: dict[int, transport.Channel] = {}
         self._silent: set[int] = set()
-        # By generation: the owner's bytes and checksum of parts that its peers hold.
-        self._known_sums = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
+        # The owner's bytes and checksum of parts that its peers hold.
+        self._known_sums = dict[str, tuple[int, int]]()
+        self._generation = record.restore.generation
         self._extras = records.extras_part(record.restore.boundary)
         self._recipe = record.restore.recipes.get(role, Recipe())
-        self._rebuilds = Rebuilds(store, record, role, self._target)
+        self._decoder: Decoder | None = None
         self._index: PartIndex | None = None
         self._old = {old: Restorer(store, record, old) for old in self._recipe.cut}
         self._old_layouts: dict[int, RoleLayout] = {}
@@ -106,8 +102,6 @@ class Restorer:
         if held is not None and held.layout_hash == layout_hash:
             return held
         found = [*self._record.restore.sources.get(self._role, {}).values()]
-        for parts in self._chain().values():
-            found += parts.values()
         nodes = {s.node for listed in found for s in listed if s.role == self._role}
         for node in sorted(nodes - {self._gate.node}):
             try:
@@ -124,17 +118,16 @@ class Restorer:
     def obtain(self, layout: RoleLayout) -> dict[str, Place]:
         """Return a checked place in this node's memory for each shard part and the extras.
 
-        A part that must be recomputed is replaced by the parts of its chain, by
-        :func:`gradient_chain.key`. Raises RestoreUnavailable, or VaultError when there is no memory
-        or the epoch was closed; CutRefused for a role of another size than the generation's.
+        Raises RestoreUnavailable, or VaultError when there is no memory or the epoch was closed;
+        CutRefused for a role of another size than the generation's.
         """
         deadline = time.monotonic() + self._store.settings.restore_seconds
         with contextlib.closing(self):
             while True:
                 try:
                     return {
-                        text: self._obtain_part(layout, wanted, deadline, text)
-                        for text, wanted in self._wanted(layout).items()
+                        wanted.name: self._obtain_part(layout, wanted, deadline)
+                        for wanted in self._wanted(layout)
                     }
                 except OutOfSpace as error:
                     if not self._recipe.cut:
@@ -148,52 +141,22 @@ class Restorer:
                 self._gate.pause(self._record.epoch, _PAUSE_SECONDS)
                 self._gate.require_open(self._record.epoch)
 
-    def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
+    def _wanted(self, layout: RoleLayout) -> list[_Wanted]:
         restore = self._record.restore
         if restore.kind == "dump":
             known, roles = {self._role: layout}, self._record.seats
             self._index = dumped_parts(Path(restore.path), restore.generation, roles, known)
-            self._recipe = self._index.recipe(layout, restore.generation) or Recipe()
-        sources, chain = restore.sources.get(self._role, {}), self._chain()
-        computed = {name for parts in chain.values() for name in parts}
+        sources = restore.sources.get(self._role, {})
         # Extras first: a node that has them knows the checksums of what it lacks.
-        wanted = {
-            name: _Wanted(restore.generation, name, sources.get(name, ()))
-            for name in (self._extras, *layout.shard_parts)
-            if name not in computed
-        }
-        for generation, parts in chain.items():
-            for name, found in parts.items():
-                places = found if self._index is None else ()  # files are no live nodes
-                wanted[key(generation, name)] = _Wanted(generation, name, places, leads=True)
-        return wanted
-
-    def _chain(self) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
-        """Return the parts of several generations from which the member computes others."""
-        chain: dict[Generation, Mapping[str, tuple[Source, ...]]] = {}
-        for rebuild in self._rebuilds.of(self._recipe):
-            chain |= rebuild.chain(self._recipe)
-        return chain
-
-    def accepts(
-        self, segment: Segment, slot: int, digests: Mapping[str, int], obtained: Obtained
-    ) -> bool:
-        """Return whether parts of the restored generation, perhaps recomputed, may be sealed. From
-        any thread. ``obtained``: the result of :meth:`obtain`, if any."""
-        if not any(name in digests for name in segment.layout.shard_parts):
-            return True  # extras that were appended
-        if obtained is None and self._record.restore.kind == "dump":
-            return False  # its files have not been read
-        return all(
-            rebuild.accepts(segment, slot, digests, obtained)
-            for rebuild in self._rebuilds.of(self._recipe)
-        )
+        names = (self._extras, *layout.shard_parts)
+        return [_Wanted(name, sources.get(name, ())) for name in names]
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""
         for channel in list(self._channels.values()):
             channel.shutdown()
-        self._rebuilds.cut()
+        if self._decoder is not None:
+            self._decoder.cut()
         for old in self._old.values():
             old.cut()
 
@@ -202,15 +165,13 @@ class Restorer:
         for node in list(self._channels):
             self._forget(node)
 
-    def _obtain_part(
-        self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
-    ) -> Place:
+    def _obtain_part(self, layout: RoleLayout, wanted: _Wanted, deadline: float) -> Place:
         found = self._first_of(wanted, deadline, partial(self._fetch, layout, wanted))
         if isinstance(found, Place):
             return found
         if self._index is not None:
-            return self._load(self._index, layout, wanted, deadline, text)
-        return self._rebuild(layout, text, self._recipe, found, deadline)
+            return self._load(self._index, layout, wanted, deadline)
+        return self._rebuild(layout, wanted.name, self._recipe, found, deadline)
 
     def _first_of(
         self, wanted: _Wanted, deadline: float, fetch: Callable[[Source], T]
@@ -243,8 +204,13 @@ class Restorer:
         self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
     ) -> Place:
         """Produce a part that no node holds whole. Raises RestoreUnavailable."""
-        for rebuild in self._rebuilds.of(recipe):
-            if (place := rebuild.obtain(layout, part, recipe, tried, deadline)) is not None:
+        if recipe.decodings:
+            if self._decoder is None:  # imported where parts are coded only
+                from deadpool_megatron.vault.schemes.parity_decode import Decoder
+
+                self._decoder = Decoder(self._store, self._record, self._role, self._target)
+            place = self._decoder.obtain(layout, part, recipe, tried, deadline)
+            if place is not None:
                 return place
         if recipe.cut and part in layout.shard_parts:
             return self._cut_part(layout, part, deadline)
@@ -313,7 +279,7 @@ class Restorer:
         """Hand out a part of this role, which has no seat, from its start as often as it takes. At
         the return the whole part has matched its checksum."""
         sources = self._record.restore.sources.get(self._role, {}).get(name, ())
-        wanted = _Wanted(self._record.restore.generation, name, sources, leads=True)
+        wanted = _Wanted(name, sources)
         size = self._store.settings.chunk_bytes
 
         def fetch(source: Source) -> None:
@@ -348,13 +314,12 @@ class Restorer:
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Return checked bytes that this node holds for the role, in the right layout."""
         with self._gate.lock:
-            places = self._store.table.find(self._role, wanted.generation, wanted.name)
-            known = self._store.table.elsewhere(self._role, wanted.generation)
-            self._known_sums[wanted.generation] |= known
+            places = self._store.table.find(self._role, self._generation, wanted.name)
+            self._known_sums |= self._store.table.elsewhere(self._role, self._generation)
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
                 continue
-            if wanted.leads or place.segment.seat == self._seat:
+            if self._seat is None or place.segment.seat == self._seat:
                 found = checksum(place.view)
                 if found == place.checksum:
                     return place
@@ -368,7 +333,7 @@ class Restorer:
     def _copy(self, layout: RoleLayout, wanted: _Wanted, place: Place) -> Place | int:
         """Copy a part from a copy of the role, or from the slots of a process that had the role
         here. Returns the wrong checksum of damaged bytes."""
-        with self._target(layout, wanted) as (segment, slot):
+        with self._target(layout) as (segment, slot):
             slot_memory.require_fit(segment, {wanted.name: place.nbytes})
             return self._store.copy_part(place, segment, slot, self._record.epoch)
 
@@ -376,17 +341,17 @@ class Restorer:
         if source == Source(self._gate.node, self._role):
             return self._find(layout, wanted)
         store, epoch = self._store, self._record.epoch
-        generation, name = wanted.generation, wanted.name
+        generation, name = self._generation, wanted.name
         if name == self._extras and source.role == self._role:  # another role's sums are of its own
             channel = self._channel(source.node)
-            self._known_sums[generation] |= transport.ask_elsewhere(channel, source, generation)
+            self._known_sums |= transport.ask_elsewhere(channel, source, generation)
         channel, nbytes, expected = self._ask(wanted, source)
         # Memory is allocated only now, as the source might have lacked the part.
-        with self._target(layout, wanted) as (segment, slot):
+        with self._target(layout) as (segment, slot):
             if not 0 <= nbytes <= segment.capacity(name):
                 self._forget(source.node)
                 raise _SourceUnusable(f"part of {nbytes} bytes does not fit")
-            known = self._known_sums[generation].get(name, (nbytes, expected))
+            known = self._known_sums.get(name, (nbytes, expected))
             if (nbytes, expected) != known:
                 self._forget(source.node)
                 where = f"role {source.role} on node {source.node}"
@@ -401,31 +366,31 @@ class Restorer:
         """Request a part, and return its bytes and checksum with the channel on which it comes."""
         channel, epoch = self._channel(source.node), self._record.epoch
         try:
-            about = transport.ask_part(channel, epoch, source, wanted.generation, wanted.name)
+            about = transport.ask_part(channel, epoch, source, self._generation, wanted.name)
         except Refused as refused:
             raise _SourceUnusable(str(refused)) from refused
         return channel, *about
 
     def _compare(self, wanted: _Wanted, source: Source, expected: int, found: int) -> None:
         if found != expected:
-            about = self._role, wanted.generation, wanted.name, f"from node {source.node}"
+            about = self._role, self._generation, wanted.name, f"from node {source.node}"
             self._store.reports.corruption(*about, expected, found)
             raise _SourceUnusable("checksum does not match")
 
     def _load(
-        self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
+        self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float
     ) -> Place:
         """Read a part from the dump files of the role, or of a role with the same bytes, or rebuild
         it from them."""
-        tried: list[tuple[int, int, str]] = []
-        directory, restored = Path(self._record.restore.path), self._record.restore.generation
+        tried: list[Tried] = []
+        directory = Path(self._record.restore.path)
         same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
         for role in (self._role, *(other for other in same if other != self._role)):
             for dumped in dump_files(directory, role):
-                source, reason = self._slot_of(dumped, layout, wanted)
-                if source is not None:
+                has_part, reason = self._look_in(dumped, layout, wanted)
+                if has_part:
                     try:
-                        place = self._read_when_free(dumped, source, layout, wanted, deadline)
+                        place = self._read_when_free(dumped, layout, wanted, deadline)
                     except OSError as error:  # its disk fails: try the next place
                         if is_shortage(error):
                             raise
@@ -433,46 +398,40 @@ class Restorer:
                     if place is not None:
                         return place
                 tried.append((node_of(dumped), role, reason))
-        ways = index.alternatives(self._role, wanted.name, restored)
-        for recipe in ways if wanted.generation == restored else ():
+        for recipe in index.alternatives(self._role, wanted.name, self._generation):
             with contextlib.suppress(RestoreUnavailable):
                 return self._rebuild(layout, wanted.name, recipe, tried, deadline)
-        raise RestoreUnavailable(text, tuple(tried))
+        raise RestoreUnavailable(wanted.name, tuple(tried))
 
-    def _slot_of(
-        self, dumped: Segment, layout: RoleLayout, wanted: _Wanted
-    ) -> tuple[int | None, str]:
-        """Return the slot of a file that has the part, and the reason to report if it has none, or
-        if its bytes are damaged."""
+    def _look_in(self, dumped: Segment, layout: RoleLayout, wanted: _Wanted) -> tuple[bool, str]:
+        """Return whether a file has the part, and the reason to report if it has not, or if its
+        bytes are damaged."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
-                return None, "other layout"
+                return False, "other layout"
         elif not any(dumped.layout.has(p) for p in layout.parts if p.name == wanted.name):
-            return None, "other parameters"
-        for slot, generation in slots_of(dumped, self._record.restore.generation):
-            entry = dumped.entry(slot, wanted.name)
-            if generation == wanted.generation and entry.state is PartState.SEALED:
-                return slot, "checksum does not match"
-        return None, "not in the file"
+            return False, "other parameters"
+        has_part = holds(dumped, wanted.name, self._generation.iteration)
+        return has_part, "checksum does not match" if has_part else "not in the file"
 
     def _read_when_free(
-        self, dumped: Segment, source: int, layout: RoleLayout, wanted: _Wanted, deadline: float
+        self, dumped: Segment, layout: RoleLayout, wanted: _Wanted, deadline: float
     ) -> Place | None:
         """Read a part as soon as a slot is free; None if its bytes are damaged. Raises OSError
         when its disk fails, or no slot is free at the deadline."""
         name = wanted.name
-        entry = dumped.entry(source, name)
-        place = Place.of(dumped, source, name, entry)
+        entry = dumped.entry(0, name)
+        place = Place.of(dumped, 0, name, entry)
 
         def copy() -> Place | int:
-            with self._target(layout, wanted) as (segment, slot):
+            with self._target(layout) as (segment, slot):
                 slot_memory.require_fit(segment, {name: entry.nbytes})
                 return self._store.copy_part(place, segment, slot, self._record.epoch)
 
         found = self._when_free(deadline, copy)
         if isinstance(found, Place):
             return found
-        about = (self._role, dumped.generation(source), name, str(dumped.path))
+        about = (self._role, dumped.generation(0), name, str(dumped.path))
         self._store.reports.corruption(*about, place.checksum, found)
         return None
 
@@ -488,26 +447,20 @@ class Restorer:
             self._gate.require_open(self._record.epoch)
 
     @contextlib.contextmanager
-    def _target(
-        self, layout: RoleLayout, wanted: _Wanted | None = None
-    ) -> Iterator[tuple[Segment, int]]:
+    def _target(self, layout: RoleLayout) -> Iterator[tuple[Segment, int]]:
         """Claim the slot for the generation, only while bytes arrive: a thread of a closed epoch
         that still waits for a connection must not keep it."""
         store, epoch = self._store, self._record.epoch
-        generation = wanted.generation if wanted is not None else self._record.restore.generation
-        lead = wanted.name if wanted is not None and wanted.leads else None
-        copied = layout.shard_parts if lead is None else (lead,)
-        if lead is not None or self._seat is None:
-            segment = slot_memory.ensure_copy(store, layout, generation, copied)
+        if self._seat is None:
+            segment = slot_memory.ensure_copy(store, layout, self._generation)
         else:
-            copied = ()
             segment = slot_memory.ensure_own(store, layout, self._seat, epoch=epoch)
-        slot = store.claim(segment, generation, epoch)
+        slot = store.claim(segment, self._generation, epoch)
         if slot is None:
             raise _NoSlotYet("no slot is free yet")
         try:
-            if copied:
-                slot_memory.reserve(store, segment, copied, slot, generation)
+            if self._seat is None:
+                slot_memory.reserve(store, segment, layout.shard_parts, slot, self._generation)
             yield segment, slot
         finally:
             self._store.release(segment, slot)

@@ -101,7 +101,7 @@ class RoleWorker(threading.Thread):
             if not self._replicators:
                 with self._gate.lock:
                     scheme = self._ledger.require_scheme(self.epoch)
-                    targets = scheme.owed(layout, self._restored).names
+                    targets = scheme.owed(layout).names
                 self._replicators = [sender_to(t, store, layout, scheme) for t in targets]
                 for replicator in self._replicators:
                     replicator.start()
@@ -114,7 +114,6 @@ class RoleWorker(threading.Thread):
         with self._lock:
             wanted = bool(self._waiting)
         if not wanted and self._is_over():
-            # The parts of a chain are gigabytes, and stay mapped while they are referenced.
             self._outcome = None
             return
         corrupt = self._corrupt_part()
@@ -210,7 +209,4 @@ class RoleWorker(threading.Thread):
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
                     store.mark_bad(Place.of(segment, slot, name, entry), found)
-            obtained = self._outcome if isinstance(self._outcome, dict) else None
-            is_new = generation != self._restored
-            if is_new or self._restorer.accepts(segment, slot, digests, obtained):
-                store.seal_own(segment, filled, digests, epoch)
+            store.seal_own(segment, filled, digests, epoch)

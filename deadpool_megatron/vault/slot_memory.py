@@ -13,8 +13,6 @@ is freed only after they have arrived. So old parts are freed as soon as possibl
   generation at once, the restored generation when an offer proves that all roles have committed it
   again. With 2+N slots any newer generation proves it: a collective keeps all roles at the gate
   that waits for it. With 3+N the second generation after it does (design, section 4).
-
-Chains of steps are not freed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, succe
 from deadpool_megatron.vault.errors import OutOfSpace, SegmentError, VaultError
 from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm import segment as segments
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.slot_store import SlotStore
@@ -68,15 +66,10 @@ def ensure_own(
     return segment
 
 
-def ensure_copy(
-    store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
-) -> Segment:
-    """Return the segment for offered parts of a role that is seated elsewhere; steps have their own
-    segment. Raises VaultError without memory, or when layouts differ."""
-    name, slots = copy_name(layout.role), layout.slots
-    if layout.step_parts and _belong_to_step(store, layout, generation, names):
-        name, slots = steps_name(layout.role), layout.generations_kept(store.settings.full_every)
-    return _with_space(store, generation, lambda: _ensure(store, layout, name, slots))
+def ensure_copy(store: SlotStore, layout: RoleLayout, generation: Generation) -> Segment:
+    """Return the segment for offered parts of a role that is seated elsewhere. Raises VaultError
+    without memory, or when layouts differ."""
+    return _with_space(store, generation, lambda: _ensure(store, layout))
 
 
 def _with_space(store: SlotStore, offered: Generation | None, make: Callable[[], T]) -> T:
@@ -92,15 +85,15 @@ def _with_space(store: SlotStore, offered: Generation | None, make: Callable[[],
     return make()
 
 
-def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segment:
+def _ensure(store: SlotStore, layout: RoleLayout) -> Segment:
     """Return a segment whose slots get their memory at their first use."""
-    node = store.gate.node
+    node, name = store.gate.node, copy_name(layout.role)
     with store.creation_lock(layout.role):
         with store.gate.lock:
             held = store.table.segments.get(name)
         if held is None:
             path = store.table.directory / name
-            made = Segment.create(path, layout, None, (), slots, store.table.budget)
+            made = Segment.create(path, layout, None, (), budget=store.table.budget)
             with store.gate.lock:
                 store.table.segments[name] = made
             return made
@@ -109,25 +102,7 @@ def _ensure(store: SlotStore, layout: RoleLayout, name: str, slots: int) -> Segm
             f"layout {layout.layout_hash} of role {layout.role} is not the"
             f" {held.layout.layout_hash} that node {node} holds"
         )
-    if layout.step_parts and held.slots != slots:
-        raise VaultError(
-            f"{name} on node {node} has {held.slots} slots, not {slots}: continue with the"
-            " --deadpool-max-lag and --deadpool-set full-every that the run began with"
-        )
     return held
-
-
-def _belong_to_step(
-    store: SlotStore, layout: RoleLayout, generation: Generation, names: Collection[str]
-) -> bool:
-    if any(name in layout.step_parts for name in names):
-        return True
-    if any(name in layout.shard_parts for name in names):
-        return False
-    # Extras alone, of a later boundary: a slot of their own would be that of a whole copy.
-    with store.gate.lock:
-        segment = store.table.segments.get(steps_name(layout.role))
-        return segment is not None and generation in store.table.holds(segment)
 
 
 def reserve(
@@ -170,7 +145,7 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
         slots = max((held.layout.slots for held in table.segments.values()), default=0)
         has_proof = later >= (1 if slots <= 2 + store.settings.max_lag else 2)
         for segment in table.segments.values():
-            if segment.seat is not None or segment.layout.step_parts:
+            if segment.seat is not None:
                 continue
             owed = scheme.keeps(segment.layout, gate.node)
             for slot in range(segment.slots):
@@ -201,8 +176,7 @@ def remove_unneeded(store: SlotStore) -> None:
         newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
         later = successors_by(record, newest or record.restore.generation)
         for segment in unused:
-            kept = segment.layout.generations_kept(store.settings.full_every)
-            if table.unneeded(segment, later, kept):
+            if table.unneeded(segment, later):
                 table.remove(segment)
 
 

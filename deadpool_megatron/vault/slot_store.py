@@ -88,7 +88,8 @@ class SlotStore:
             ledger.begin(self._scheme_of(record, self))
             self.nic.begin()
             for segment in list(self.table.segments.values()):
-                if not self.table.serves(segment, restore.generation) and not self.is_used(segment):
+                is_needed = restore.generation in self.table.holds(segment)
+                if not is_needed and not self.is_used(segment):
                     self.table.remove(segment)
             self.reports.epoch = record.epoch
             gate.open(record)
@@ -139,7 +140,6 @@ class SlotStore:
                 return False
             if segment.generation(slot) != generation:
                 return False
-            self.ledger.require_scheme(epoch).sealing(segment, slot, digests)
             for name, digest in digests.items():
                 segment.seal_part(slot, name, segment.entry(slot, name).nbytes, digest, epoch)
             if failpoints.ACTIVE:

@@ -65,7 +65,6 @@ class VaultClient:
         self._commit: tuple[int, Generation, str] | None = None  # epoch, ..., boundary
         self._bad: tuple[int, str] | None = None  # epoch, message for people
         self._reply: dict[str, Any] | None = None
-        self._rehearsed = False
         self._nameless_tries = 0  # since the last connection, to reach a socket without its name
 
     # Registration.
@@ -88,7 +87,6 @@ class VaultClient:
         """
         path = self._own_path(layout.role)
         if self._segment is None or self._segment.path != path:
-            self._rehearsed = False  # another role updates other parameters
             self._segment = None
         self._layout = layout
         self._enter(epoch)
@@ -121,11 +119,6 @@ class VaultClient:
             self._epoch, self._restored = epoch, None
 
     # Writing.
-
-    def rehearsed(self, matched: bool) -> None:
-        """Report whether a replay of an update gave the same bytes as the update."""
-        self._rehearsed = matched
-        self.notify({"t": "rehearsed", "matched": matched})
 
     def ended(self) -> None:
         """Report that this epoch has no newer generation: the run ends."""
@@ -324,7 +317,7 @@ class VaultClient:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             link.settimeout(_SEND_SECONDS)
             hello: dict[str, Any] = {"seat": self._seat.to_list(), "layout": self._layout.to_dict()}
-            hello |= {"rehearsed": self._rehearsed, "has_slots": self._segment is not None}
+            hello["has_slots"] = self._segment is not None
             try:
                 link.connect(self._path)
                 framing.send(link, {"t": "member", **hello})

@@ -41,7 +41,6 @@ SCHEMES: dict[str, list[str]] = {
     "buddy": ["--deadpool-protection", "buddy"],
     "parity": ["--deadpool-protection", "parity", "--deadpool-parity-group", "2"],
     "parity of 3": ["--deadpool-protection", "parity", "--deadpool-parity-group", "3"],
-    "recompute": ["--deadpool-protection", "recompute", "--deadpool-set", "full-every=8"],
     "local": ["--deadpool-protection", "local"],
     "local-twice": ["--deadpool-protection", "local-twice"],
 }

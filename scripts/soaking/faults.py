@@ -267,7 +267,7 @@ def drain(target: Target) -> str:
 
 def protect(target: Target) -> str:
     """Ask for another scheme of protection."""
-    scheme = target.random.choice(["buddy", "parity", "recompute"])
+    scheme = target.random.choice(["buddy", "parity"])
     _deadpool(target, "protect", "--scheme", scheme)
     return f"protection by {scheme} asked for"
 

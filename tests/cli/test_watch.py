@@ -46,18 +46,15 @@ def followed(directory: Path, events: Iterable[Event]) -> Recorder:
 
 
 def test_follower_shows_repeated_events_once_and_none_after_the_end(tmp_path):
-    found = {"matched": False, "difference": "main"}
     events = [
         Event(Kind.EPOCH_OPENED, epoch=1),
         Event(Kind.EPOCH_OPENED, epoch=1),
-        Event(Kind.REHEARSED, epoch=1, role=0, data=found),
-        Event(Kind.REHEARSED, epoch=1, role=1, data=found),
         Event(Kind.EPOCH_OPENED, epoch=2),
         Event(Kind.RUN_ENDED, epoch=2),
         Event(Kind.NODE_LOST, epoch=2, node=0, data={"cause": "it left", "kind": "node-lost"}),
     ]
     lines = followed(tmp_path, events).lines
-    assert [line.split()[0] for line in lines] == ["epoch", "an", "epoch", "done:"]
+    assert [line.split()[0] for line in lines] == ["epoch", "epoch", "done:"]
 
 
 def test_follower_shows_the_date_once_a_day(tmp_path):

@@ -22,14 +22,13 @@ from tests.faults.harness.jobs import Layout, Outcome, assert_unnoticed, dies, f
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 ITERATIONS = 12
 GATHER = {"when_op": "all_gather_single_coalesced"}
-# Lag and cadence mean that what is restored is older; recompute keeps steps and not states. Where
-# the state is hashed, parameters are gathered at once: the others look at every fifth only.
-RECOMPUTE = "--deadpool-protection recompute --deadpool-set full-every=5"
+# Lag and cadence mean that what is restored is older. Where the state is hashed, parameters are
+# gathered at once: the others look at every fifth only.
 SETTINGS = {
     "unlooked": (layouts.OVERLAP, "--deadpool-set hash-interval=5"),
     "lag 2, cadence 3": (layouts.OVERLAP, "--deadpool-max-lag 2 --deadpool-cadence 3"),
     "lag 2, 3+N slots": (layouts.PLAIN_OPTIMIZER, "--deadpool-max-lag 2 --deadpool-cadence 3"),
-    "recompute, lag 1": (layouts.PP2_DP2, f"{RECOMPUTE} --deadpool-max-lag 1"),
+    "lag 1": (layouts.PP2_DP2, "--deadpool-max-lag 1"),
 }
 FAKE = f"--deadpool-communicator {KIND}"
 #: events of computed values, which must be equal in all epochs

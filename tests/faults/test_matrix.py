@@ -21,23 +21,19 @@ EVALUATION = f"--eval-interval {harness.EVALUATION_INTERVAL} --eval-iters 1"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme other than buddy. ``proof``: the event of a role restored by it, ``each``: of every
-    lost node's role; under recompute some are lost when a whole copy exists. ``target``: the victim
-    where an array has a node. ``shift``: the offset of the victims' order.
+    """A scheme other than buddy. ``proof``: the event of a lost node's role restored by it.
+    ``target``: the victim where an array has a node. ``shift``: the offset of the victims' order.
     """
 
     flags: str
     shift: int = 0
     proof: str = ""
-    each: bool = False
     target: str = "node"
 
 
-# Those that survive a lost node take every cell between them.
 SCHEMES = {
     "buddy": Scheme("buddy"),
-    "parity": Scheme("parity --deadpool-parity-group 3", 1, "decoded", each=True),
-    "recompute": Scheme("recompute --deadpool-set full-every=4", 2, "replayed"),
+    "parity": Scheme("parity --deadpool-parity-group 3", 1, "decoded"),
     # They survive whatever happens to processes, not a lost node: that is in schemes/test_local.py.
     "local": Scheme("local", target="members"),
     "local-twice": Scheme("local-twice", 1, target="members"),
@@ -144,8 +140,7 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path, name):
         lost = sum(cell.target == "node" for cell in array)
         # A successor of the coordinator's node may find its slots on this host.
         took_over = len(outcome.of_kind("coordinator")) - 1
-        expected = lost - took_over if scheme.each else 1
-        assert len(outcome.of_kind(scheme.proof)) >= expected > 0, outcome.story()
+        assert len(outcome.of_kind(scheme.proof)) >= lost - took_over > 0, outcome.story()
 
 
 @pytest.mark.parametrize(

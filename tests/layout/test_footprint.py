@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from deadpool_megatron.layout import gradient_chain, parity_groups
+from deadpool_megatron.layout import parity_groups
 from deadpool_megatron.layout.memory_needs import block_bytes, copy_bytes, kept_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.shard_map import Run, ShardMap
 from deadpool_megatron.vault.memory import allocated_bytes
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
+from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from tests.vault.harness import segment_bytes
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
@@ -40,21 +40,7 @@ def test_own_slots_and_copies(layout):
         Segment.create(Path(name) / copy_name(0), layout, None, names)
         sizes = [part.nbytes for part in layout.parts[1:]]
         assert allocated_bytes(Path(name)) <= copy_bytes(layout, sizes)
-
-
-@settings(max_examples=15)
-@given(layouts(), st.integers(2, 9))
-def test_chains(layout, full_every):
-    """Two files on the buddy: whole copies, and what leads on from them."""
-    shards = {part.name: part for part in layout.parts[:-1]}
-    steps = gradient_chain.step_parts(shards, 4096, 0)
-    layout = replace(layout, parts=(*shards.values(), *steps, layout.parts[-1]))
-    others = [part.name for part in layout.parts if part.name not in shards]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
-        slots = layout.generations_kept(full_every)
-        Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
-        assert allocated_bytes(Path(name)) <= kept_bytes(layout, list(shards), full_every)
+        assert copy_bytes(layout, sizes) == kept_bytes(layout, names)
 
 
 @settings(max_examples=15)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.layout import gradient_chain, memory_needs, planner, records, schemes
+from deadpool_megatron.layout import memory_needs, planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import INPUTS, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered, missing_copies
@@ -37,9 +37,9 @@ class Cluster:
     def __init__(self, options: dict[str, Any]) -> None:
         nodes, self.per_node = options["nodes"], options.get("per_node", 1)
         self.survived, racks = options.get("survived", 1), options.get("racks", 0)
-        self.settings = Settings(replicas=self.survived, protection=options["plan"], full_every=3)
+        self.settings = Settings(replicas=self.survived, protection=options["plan"])
         every, group = options.get("every", 1), options.get("group", 3)
-        self.plan = schemes.plan_of_kind(options["plan"], self.settings, every, group)
+        self.plan = schemes.plan_of_kind(options["plan"], every, group)
         numbers = range(nodes + options.get("spares", 0))
         self.live = {n: f"rack{n // racks}" if racks else f"node{n}" for n in numbers}
         self.roles = range(nodes * self.per_node)
@@ -61,11 +61,8 @@ class Cluster:
             "shard": records.PartInfo("shard", 70_000 + 9000 * (role % 3), own, "weights"),
             "tail": records.PartInfo("tail", 5000, same, f"tail of {same[0]}"),
         }
-        steps = (
-            gradient_chain.step_parts(shards, 600, role) if schemes.recomputes(self.plan) else []
-        )
         extras = [records.PartInfo(f"extras@{name}", 3000, own) for name in BOUNDARIES]
-        parts = (*shards.values(), *steps, *extras)
+        parts = (*shards.values(), *extras)
         return records.RoleLayout(role, parts, peers, 2, f"hash{role}", f"role {role}")
 
     def say(self, what: str, value: Any = "") -> None:
@@ -105,16 +102,13 @@ class Cluster:
         for role, node in placed[0].items():
             layout = self.layouts[role]
             shards = [part for part in layout.parts if part.name in layout.shard_parts]
-            steps = [part.name for part in layout.parts if part.name.startswith("step@")]
             names = [part.name for part in shards]
-            self.hold(node, role, generation, [extras, *names, *steps])
+            self.hold(node, role, generation, [extras, *names])
             sent = [
                 part.name
                 for part in ([] if is_parity else shards)
                 if not is_covered(part.replicas, role, *placed[:2], self.survived)
             ]
-            if steps and iteration % self.plan.scheme.full_every:
-                sent = steps
             for buddy in [] if str(role) in behind else copies.buddies(role, layout.peers):
                 self.hold(buddy, role, generation, [extras, *sent])
         if is_parity and boundary == "step" and not behind:
@@ -183,9 +177,6 @@ class Cluster:
                 group = f"{short(decoding.group)}+{decoding.parities}"
                 nodes = {n: tuple(s.node for s in of) for n, of in decoding.blocks.items()}
                 self.say(f"role {role} decodes {name} of {group}", nodes)
-            if recipe and recipe.replay:
-                self.say(f"role {role} replays {short(recipe.replay.steps)} on", recipe.replay.base)
-                self.say(f"role {role} replays", recipe.replay.sources)
 
     def spoil(self, node: str, role: str, lineage: str, iteration: str, part: str) -> None:
         generation = records.Generation(int(lineage), int(iteration))

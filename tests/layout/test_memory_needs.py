@@ -7,7 +7,6 @@ from hypothesis import given, settings, strategies as st
 from deadpool_megatron.layout.memory_needs import Topology, memory_needs, shortfall
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
-from deadpool_megatron.settings import Settings
 
 GIGA = 10**9
 SLOTS = 2
@@ -46,7 +45,7 @@ SCENES = st.builds(
 @given(SCENES, st.lists(st.integers(10, 140), min_size=4, max_size=4), st.integers(0, 3))
 def test_a_plan_lacks_memory_where_a_node_has_less_than_it_needs(of, gigabytes, group):
     """The node that lacks most is named; a node that has not said how much it has lacks none."""
-    plan = plan_of_kind("parity", Settings(), 1, 2) if group else ProtectionPlan()
+    plan = plan_of_kind("parity", 1, 2) if group else ProtectionPlan()
     limits = {node: size * GIGA for node, size in zip(of.domains, gigabytes, strict=False)}
     needs = memory_needs(plan, of)
     lack = shortfall(plan, of, limits)
@@ -65,7 +64,7 @@ def test_parts_that_peers_hold_need_no_memory():
         role: replace(layout, parts=tuple(replace(p, replicas=everybody) for p in layout.parts[:1]))
         for role, layout in of.layouts.items()
     }
-    for plan in (ProtectionPlan(), plan_of_kind("parity", Settings(), 1, 3)):
+    for plan in (ProtectionPlan(), plan_of_kind("parity", 1, 3)):
         needs = memory_needs(plan, replace(of, layouts=same))
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000
 

@@ -10,9 +10,7 @@ from deadpool_megatron.layout.history import History
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}
-RECIPE = rec.Recipe(
-    {"tail": rec.Decoding((0, 1), 1, {2: (rec.Source(1, 9),)})}, rec.Replay(G, (G,), {G: PLACES})
-)
+RECIPE = rec.Recipe({"tail": rec.Decoding((0, 1), 1, {2: (rec.Source(1, 9),)})}, {4: "hash"})
 RECORD = rec.EpochRecord(
     epoch=3,
     seats={0: rec.Seat(1, 0, 2)},
@@ -22,9 +20,7 @@ RECORD = rec.EpochRecord(
     emitted_up_to=6,
     fewer_copies=frozenset({0}),
     cause="a node is gone",
-    protection=schemes.ProtectionPlan(
-        schemes.SchemeNumbers(schemes.SchemeKind.RECOMPUTE, full_every=4)
-    ),
+    protection=schemes.ProtectionPlan(schemes.SchemeNumbers(schemes.SchemeKind.PARITY, 4)),
     history=History(kept={2: 7}, recoveries=4),
 )
 LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")

@@ -128,9 +128,9 @@ def dump(folder: Path, layouts: Iterable[RoleLayout], lacks: int | None = None) 
 
 def loaded(folder: Path, dumped: RoleLayout, own: RoleLayout) -> bool:
     file = Segment.open(dump(folder, [dumped]) / dump_name(dumped.role, 0))
-    self: Any = SimpleNamespace(_record=SimpleNamespace(restore=SimpleNamespace(generation=NEWEST)))
-    wanted: Any = SimpleNamespace(generation=NEWEST, name=SHARD)
-    return Restorer._slot_of(self, file, own, wanted)[0] == 0
+    self: Any = SimpleNamespace(_generation=NEWEST)
+    wanted: Any = SimpleNamespace(name=SHARD)
+    return Restorer._look_in(self, file, own, wanted)[0]
 
 
 def started_again(kept: RoleLayout, own: RoleLayout) -> bool:

@@ -49,7 +49,6 @@ _TINY = (
 # Name -> how it is protected, and flags.
 _RUNS = {
     "bf16": ("buddy", "--bf16"),
-    "recomputed": ("recompute", "--bf16"),
     "scaled": ("buddy", "--fp16 --initial-loss-scale 524288 --hysteresis 1"),
 }
 
@@ -77,10 +76,10 @@ class Life(Rig):
     """The session of role 0 in a thread of its own; the test is its agent, and its node's."""
 
     def __init__(self, monkeypatch: Any, folder: Path, kind: str, flags: str) -> None:
-        given = {"hash_interval": 1, "full_every": 3, "protection": kind}
+        given = {"hash_interval": 1, "protection": kind}
         quick = {"close_seconds": 5.0, "beat_interval_seconds": 0.02}
         settings = dataclasses.replace(Settings(), **given, **quick)
-        self.plan = plan_of_kind(kind, settings, 1, 2)
+        self.plan = plan_of_kind(kind, 1, 2)
         network = FakeNetwork()
         places = [folder / "deadpool-life" / f"node{number}" for number in range(2)]
         self.nodes = [LocalNode(network, n, place, settings) for n, place in enumerate(places)]

@@ -44,7 +44,7 @@ def test_parity(group, blocks):
     assert total(found, "in_bytes_per_step") == total(found, "out_bytes_per_step")
 
 
-@pytest.mark.parametrize("scheme", ["buddy", "parity", "local", "local-twice", "recompute"])
+@pytest.mark.parametrize("scheme", ["buddy", "parity", "local", "local-twice"])
 def test_nodes_need_the_planned_memory(scheme):
     found = assess(
         make(protection={"scheme": scheme}, cluster={"host_memory_gb": 5000, "spares": 0})

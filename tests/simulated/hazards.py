@@ -100,7 +100,7 @@ def refuse_size(world: World, _: int, b: int) -> None:
 
 
 def change_plan(world: World, a: int, b: int) -> None:
-    plan = plan_of_kind(("buddy", "parity")[a % 2], world.config.settings, 1 + b % 3, 2)
+    plan = plan_of_kind(("buddy", "parity")[a % 2], 1 + b % 3, 2)
     world.feed(ev.ProtectionRequested(plan, "a test"))
 
 

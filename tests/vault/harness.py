@@ -265,7 +265,7 @@ class Member:
         sizes = {}
         for name in names:
             target = writer.part(name)
-            sizes[name] = {"extras@step": 777, records.UPDATE_PART: 40}.get(name, len(target))
+            sizes[name] = 777 if name == "extras@step" else len(target)
             target[: sizes[name]] = self.bytes_of(generation, name, sizes[name])
             target[0] ^= name == wrong
         writer.fill(sizes)

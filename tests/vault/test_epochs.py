@@ -220,7 +220,7 @@ def test_record_opens_its_epoch_once_and_no_closed_epoch(tmp_path):
 def converse(node: Node, *messages: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All that the member of role 0 says on one connection; returns what it is answered."""
     ours, theirs = socket.socketpair()
-    told = {"has_slots": True, "rehearsed": False}
+    told = {"has_slots": True}
     hello = {"layout": OWN.to_dict(), "seat": SEATS[0].to_list(), **told}
     dialogue = MemberConnection(node.state, node.members, LocalLink(ours), hello)
     for message in messages:

@@ -17,7 +17,7 @@ from zlib import crc32
 import pytest
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout import gradient_chain, planner, records, schemes
+from deadpool_megatron.layout import planner, records, schemes
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import errors, slot_memory
@@ -44,7 +44,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     *({"role": role} for role in (2, 9)),
     *({"generation": other} for other in ([2, 5], [1, 4], [1, 6], [2, -1], [2, 1 << 63], [2])),
     *({"part": part} for part in ("shard", "extras@save", "none", None)),
-    *({"node": 1}, {"layout_hash": "other"}, {"t": "other"}, {"follows": [1, 2]}),
+    *({"node": 1}, {"layout_hash": "other"}, {"t": "other"}),
     *({"parts": [part]} for part in (["shard", -1, 5], ["tail", 1001, 5], ["none", 0, 5], 5)),
     *({"elsewhere": [part]} for part in (["tail", 1001, 5], ["extras@step", 0, 5])),
 )
@@ -55,13 +55,13 @@ class Life:
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory, self.lines = directory, list[str]()
-        self.plan = schemes.plan_of_kind(kind, replace(SETTINGS, full_every=3), 1, 3)
+        self.plan = schemes.plan_of_kind(kind, 1, 3)
         self.network, self.loop = FakeNetwork(), Loop()
         self.events: dict[int, list[Event]] = {}
         self.controls: dict[int, VaultControl] = {}
         self.nodes: dict[int, LocalNode] = {}
         self.members: dict[int, Member] = {}
-        self.layouts = {role: self._layout(role, kind) for role in range(3)}
+        self.layouts = {r: make_layout(r, nbytes=9000 - 1500 * r) for r in range(3)}
         self.seats = {role: records.Seat(role, 0, 0) for role in range(3)}
         self.kept: dict[int, int] = {}
         self.bad: frozenset[records.BadPart] = frozenset()
@@ -69,14 +69,6 @@ class Life:
             place = directory / "deadpool-life" / f"node{number}"
             self.nodes[number] = LocalNode(self.network, number, place, SETTINGS)
             self.connect(number)
-
-    def _layout(self, role: int, kind: str) -> records.RoleLayout:
-        plain = make_layout(role, nbytes=9000 - 1500 * role)
-        if kind != "recompute":
-            return plain
-        shards = {p.name: replace(p, nbytes=p.nbytes // 3) for p in plain.parts[:2]}
-        kept = gradient_chain.step_parts(shards, 512, role)
-        return replace(plain, parts=(*plain.parts[:2], *kept, *plain.parts[2:]))
 
     def connect(self, number: int) -> None:
         """The agent of a node finds its vault."""
@@ -118,7 +110,6 @@ class Life:
                 known.seat = seat
                 self.members[role] = known
             known.client.register(self.layouts[role], epoch)
-            known.client.rehearsed(True)
         return record
 
     def train(self, epoch: int, *iterations: int, evaluates: int = -1) -> None:
@@ -127,7 +118,6 @@ class Life:
             generation = records.Generation(epoch, iteration)
             for member in self.members.values():
                 names = [part.name for part in member.layout.parts if "@" not in part.name]
-                names = [name for name in names if name != records.SUMS_PART]
                 member.fill(generation, epoch, [*names, "extras@step"])
             self.committed(generation, "step")
             for boundary in _BOUNDARIES[1:] if iteration == evaluates else ():
@@ -214,7 +204,7 @@ class Life:
         generation = [epoch, iteration]
         about = {"epoch": epoch, "role": 0, "generation": generation}
         fetch = {**about, "t": "fetch", "part": "extras@step"}
-        hashed = {"layout_hash": self.layouts[0].layout_hash, "follows": None}
+        hashed = {"layout_hash": self.layouts[0].layout_hash}
         put = {**about, **hashed, "t": "put", "node": 0, "parts": [], "elsewhere": []}
         describe = {"t": "describe", "role": 0, "generation": generation}
         self.note(f"node {number} has it", (0, tuple(generation)) in known)
@@ -245,7 +235,7 @@ def live(tmp_path):
         life.stop()
 
 
-@pytest.mark.parametrize("kind", ["buddy", "parity", "recompute"])
+@pytest.mark.parametrize("kind", ["buddy", "parity"])
 def test_a_life_is_as_it_was_before(live, kind, tmp_path):
     """A node is lost, a generation is set aside, a vault ends, a dump is restored, a byte flips."""
     life = live(kind)

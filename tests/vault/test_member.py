@@ -177,16 +177,6 @@ def test_nothing_is_appended_after_the_close(vault):
     assert [entry.state for entry in entries] == [PartState.ABSENT] * own.slots
 
 
-def test_replay_of_a_role_does_not_count_for_another(vault):
-    """It updates other parameters."""
-    client = vault.client()
-    client.rehearsed(True)
-    client.register(make_layout(0, nbytes=100), 1)  # again, after a close
-    assert vault.state.ledger.rehearsed == {0}
-    client.register(make_layout(1, nbytes=100), 1)
-    assert vault.state.ledger.rehearsed == {0}
-
-
 class StillWaiting(Exception):
     """The test has seen enough."""
 

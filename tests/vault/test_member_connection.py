@@ -28,7 +28,7 @@ def greeted(
 ) -> tuple[MemberConnection, socket.socket]:
     """A member has said who it is; also its end of the connection."""
     ours, theirs = socket.socketpair()
-    told = {"has_slots": has_slots, "rehearsed": False}
+    told = {"has_slots": has_slots}
     hello = {"layout": LAYOUT.to_dict(), "seat": seat.to_list(), **told}
     return MemberConnection(state, members, LocalLink(ours), hello), theirs
 

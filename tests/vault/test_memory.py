@@ -162,7 +162,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(tmp_path, 
     slots=st.integers(2, 4),
     roles=st.integers(1, 8),
     replicas=st.integers(1, 3),
-    scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute"]),
+    scheme=st.sampled_from(["buddy", "parity", "local", "local-twice"]),
     limit=st.integers(0, 1 << 32),
 )
 def test_needs_and_objection_agree(nbytes, slots, roles, replicas, scheme, limit):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.gradient_chain import key, step_parts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import errors, slot_memory, slot_store
 from deadpool_megatron.vault.disk.dump import dump
@@ -199,27 +198,6 @@ def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(house, tmp
     monkeypatch.setattr(slot_memory, "ensure_own", ensure_or_not)
     house.obtain(restore)
     assert not lacking
-
-
-def test_restore_checks_a_base_by_its_own_checksums(house):
-    """What is vouched for counts for the generation that it was said of. The chain was planned
-    because all who held the part itself are gone."""
-    plain, step = make_layout(0, nbytes=1000), records.gradients_part("shard")
-    steps = step_parts({"shard": replace(plain.parts[0], nbytes=300)}, 100, 0)
-    layout = replace(plain, parts=(plain.parts[0], *steps, *plain.parts[2:]))
-    whole = memoryview(content(0, RESTORED, "shard", 1000))
-    house.keep(2, EXTRAS, layout).seal_part(
-        0, "shard", 1000, checksum(whole), 1, PartState.ELSEWHERE
-    )
-    keep(slot_memory.ensure_copy(house.states[1], layout, BASE), ["shard"], BASE)
-    keep(slot_memory.ensure_copy(house.states[1], layout, BASE, [step]), [step])
-    chain = {BASE: {"shard": (records.Source(1, 0),)}, RESTORED: {step: (records.Source(1, 0),)}}
-    recipe = records.Recipe(replay=records.Replay(BASE, (RESTORED,), chain))
-    extras = {0: {EXTRAS[0]: (records.Source(2, 0),)}}
-    restore = records.Restore("memory", RESTORED, sources=extras, recipes={0: recipe})
-    places = house.obtainer(restore).obtain(layout)
-    assert set(places) == {*EXTRAS, key(BASE, "shard"), key(RESTORED, step)}
-    assert bytes(places[key(BASE, "shard")].view) == content(0, BASE, "shard", 1000)
 
 
 @pytest.mark.parametrize("nbytes", [5000, 5001])

@@ -124,7 +124,7 @@ def test_an_infinite_number_ends_no_vault(tmp_path):
         hello = {"t": "member", "layout": LAYOUTS[0].to_dict(), "seat": [0, math.inf, 0]}
         with socket.socket(socket.AF_UNIX) as member:
             member.connect(node.socket_path)
-            framing.send(member, {**hello, "rehearsed": 0, "has_slots": 0})
+            framing.send(member, {**hello, "has_slots": 0})
             assert is_cut(member)
         with socket.socket(socket.AF_UNIX) as agent:
             agent.connect(node.socket_path)

@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
-from deadpool_megatron.settings import SchemeKind, Settings, flag_name
+from deadpool_megatron.settings import Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
 _TAIL_BYTES = 4 << 20
@@ -144,10 +144,7 @@ def slot_conflict(known: Settings, given: Mapping[str, Any]) -> str:
     New processes get slots like those that remain, which give them their state before they can
     report their needs. The layout's hash does not cover this, as a dump fits any slots.
     """
-    names = ["max_lag", "extras_room_mb"]
-    if given.get("protection", known.protection) == known.protection == SchemeKind.RECOMPUTE:
-        names.append("full_every")  # the number of steps kept with each copy
-    for name in names:
+    for name in ("max_lag", "extras_room_mb"):
         old = getattr(known, name)
         if (new := given.get(name, old)) != old:
             return f"{flag_name(name)} {old:.15g}, not {new:.15g}"

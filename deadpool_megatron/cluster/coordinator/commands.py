@@ -145,7 +145,7 @@ class Commands:
         plan = state.protection.plan
         if message.get("scheme") is not None:
             group = int(message.get("group") or settings.parity_group)
-            plan = schemes.plan_of_kind(str(message["scheme"]), settings, plan.every, group)
+            plan = schemes.plan_of_kind(str(message["scheme"]), plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         text = schemes.format_plan(plan)

@@ -92,8 +92,7 @@ class Watchdog:
         if state.phase is not Phase.RUNNING or state.record is None or plan != _in_force(state):
             return []
         every, stretch = self._meter.look(plan.every)
-        fixed = self._settings.cadence != "auto" or schemes.recomputes(plan)
-        if every == plan.every or fixed:
+        if every == plan.every or self._settings.cadence != "auto":
             return []
         reason = windows.cadence_reason(stretch)
         return [inputs.ProtectionRequested(replace(plan, every=every), reason)]

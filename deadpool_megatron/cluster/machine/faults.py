@@ -14,9 +14,7 @@ from deadpool_megatron.cluster.machine.shutdown import abort_start
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import GRACE_SECONDS, ExitStatus, FailureKind
-from deadpool_megatron.layout.gradient_chain import REPLAY, suspects
 from deadpool_megatron.layout.records import BadPart, Generation
-from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
 from deadpool_megatron.layout.shard_map import part_of
 
 
@@ -100,10 +98,6 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
             if number >= len(decoding.group):
                 tried += places
     bad = frozenset(BadPart(source.node, source.role, generation, part) for source in tried)
-    if recipe is not None:
-        bad |= frozenset(suspects(recipe, generation, event.part))
-        if event.part == REPLAY:
-            _give_up_recomputing(core, role, event.text)
     # Falling to the next source, generation or checkpoint is progress of a kind. A failure of the
     # whole is the same, whichever role reports it first.
     whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
@@ -120,15 +114,6 @@ def size_failed(core: Core, event: ev.SizeFailed) -> None:
         kind, signature = FailureKind.CORRUPT_STATE, ("size", str(len(core.state.seats)))
         failure = Failure(f"role {role}: {event.text}", kind, signature, node=event.node)
         core.state.blame.suspect(Suspicion(failure, core.now))
-
-
-def _give_up_recomputing(core: Core, role: int, text: str) -> None:
-    """Copy whole iterations for the rest of the run, as intact bytes gave another result."""
-    chosen = core.state.protection
-    if recomputes(chosen.plan):
-        chosen.plan = ProtectionPlan(every=chosen.plan.every)
-        consequence = "from the next epoch on every iteration is copied whole"
-        core.log("warning", f"role {role}: {text}; {consequence}")
 
 
 def audit_failed(core: Core, event: ev.AuditFailed) -> None:

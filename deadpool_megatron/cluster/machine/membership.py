@@ -30,7 +30,6 @@ from deadpool_megatron.failures import (
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.descriptions import difference
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.rebuild import block_holders
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
 # for a moment; a second failure shows that it is broken.
@@ -110,6 +109,16 @@ def _is_needed(state: states.State, node: int) -> bool:
     return record is not None and matters(state, record, node)
 
 
+def block_holders(record: records.EpochRecord) -> frozenset[int]:
+    """Return the nodes that keep blocks which are computed from the state of several roles."""
+    if not record.protection.kind.combines_roles:
+        return frozenset()
+    from deadpool_megatron.layout.parity_groups import ParityPlacement
+
+    groups = ParityPlacement.of_record(record).groups
+    return frozenset(holder for group in groups for holder in group.holders)
+
+
 def matters(state: states.State, record: records.EpochRecord, node: int) -> bool:
     """Return whether the loss of ``node`` invalidates the record: the node has a seat, owes a copy
     or parity block, or is a source."""
@@ -169,14 +178,13 @@ def _forget_memory(state: states.State, node: int) -> None:
     dumping = state.phase_state
     if not isinstance(dumping, states.Dumping) or lost is None or node not in dumping.finished:
         return
-    written = dumping.chains | {dumping.restore.generation}
     # Only the extras of this boundary were written; another try may need others.
     boundaries = set(records.BOUNDARIES) - {dumping.restore.boundary}
     others = set(map(records.extras_part, boundaries))
     saved = tuple(
         replace(holding, parts=holding.parts - others)
         for holding in lost.holdings
-        if holding.generation in written
+        if holding.generation == dumping.restore.generation
     )
     state.memory.promised[node] = replace(lost, holdings=saved)
 

@@ -143,20 +143,17 @@ def abort_start(core: Core, final: FinalStatus) -> None:
 
 
 def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
-    state, g, chains = core.state, restore.generation, _chains(restore)
+    state, g = core.state, restore.generation
     directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
     if isinstance(state.phase_state, states.Dumping) and state.phase_state.restore == saved:
         # Every node writes all it holds of the generation, also if other parts now lead to it.
-        state.phase_state.chains |= chains
         _forget_lost(core, state.phase_state)
         return
     nodes = state.memory.held.keys() & state.fleet.nodes.keys()
     deadline, failed = core.now + core.settings.first_step_seconds, _failed(core)
     roles = tuple(sorted(restore.sources))
-    state.phase_state = states.Dumping(
-        deadline, final, saved, nodes, chains=chains, failed=failed, roles=roles
-    )
+    state.phase_state = states.Dumping(deadline, final, saved, nodes, failed=failed, roles=roles)
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(core)
 
@@ -251,12 +248,6 @@ def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation
     held = {holding.generation for found in inventories for holding in found.holdings}
     trusted = held - state.blame.untrusted(inventories)
     return tuple(sorted(filter(state.lineage.keeps, trusted), reverse=True))
-
-
-def _chains(restore: Restore) -> frozenset[Generation]:
-    """Return the generations whose parts are written as well, because roles recompute from them."""
-    replays = (recipe.replay for recipe in restore.recipes.values())
-    return frozenset(g for replay in replays if replay is not None for g in replay.sources)
 
 
 def check_dumped(core: Core) -> None:

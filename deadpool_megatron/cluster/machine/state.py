@@ -402,8 +402,7 @@ class Pausing:
 class Dumping:
     """The write of the nodes' memory to disk; then the run ends with ``final``.
 
-    ``chains``: generations that are written in part, for roles that recompute their shard parts
-    from them. ``held``: the nodes write all they hold, as no generation is whole, rather than that
+    ``held``: the nodes write all they hold, as no generation is whole, rather than that
     of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that could not
     write, and why, now or when another generation was tried before. ``damaged``: a node has found
     damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is being made
@@ -416,7 +415,6 @@ class Dumping:
     restore: records.Restore
     awaited: set[int]
     finished: set[int] = field(default_factory=set)
-    chains: frozenset[records.Generation] = frozenset()
     held: bool = False
     resume: records.Restore | None = None
     failed: dict[int, str] = field(default_factory=dict)

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, is_due
-from deadpool_megatron.megatron import update_replay
-from deadpool_megatron.megatron.audit import comparison, update_transfer as transfer
+from deadpool_megatron.megatron.audit import comparison, update_replay, update_transfer as transfer
 from deadpool_megatron.megatron.audit.pass_audit import PassAudit, incomparable_reason
 from deadpool_megatron.megatron.dimensions import plain_parameters
 from deadpool_megatron.megatron.loop import MegatronLoop

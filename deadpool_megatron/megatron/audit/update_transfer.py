@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deadpool_megatron.megatron import update_replay
+from deadpool_megatron.megatron.audit import update_replay
 from deadpool_megatron.megatron.optimizer import parameters_of, plain_values
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import aligned, flat_bytes

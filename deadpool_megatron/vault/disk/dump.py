@@ -1,8 +1,7 @@
 """Generations on disk: files that vaults write when a run has to end, in the format of the slots.
 
-``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts that the vault of that node
-could give; files of several nodes complete each other. Where the node has a shard part only as a
-chain (layout.gradient_chain), further slots hold the steps that lead to it.
+``dump-<role>-<node>.seg`` is a segment whose only slot holds the parts that the vault of that node
+could give; files of several nodes complete each other.
 
 With the functions of this module the next agent of a node reads and dumps slots before a vault
 opens their directory. For all other facts about slots the control plane asks a vault.
@@ -19,9 +18,8 @@ import xxhash
 
 from deadpool_megatron.file_systems import sync
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.gradient_chain import predecessor
 from deadpool_megatron.layout.planner import is_kept
-from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Inventory, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import OutOfSpace, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes
@@ -31,8 +29,6 @@ from deadpool_megatron.vault.shm.table import Place, Table
 from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
-
-PartKey = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int | None = None) -> Iterator[segments.Segment]:
@@ -167,73 +163,35 @@ def _dump_role(
     if layout is None:
         return None
     path = directory / segments.dump_name(role, store.gate.node)
-    found: dict[PartKey, list[Place]] = {}
-    kept: dict[PartKey, Place] = {}
-    try:
-        # If a shard part turns out to be damaged, the steps that lead to it are needed instead.
-        while wanted := _pin_wanted(store, layout, generation, boundary, found):
-            for key, places in wanted.items():
-                for place in places:
-                    if (digest := segments.checksum(place.view)) == place.checksum:
-                        kept[key] = place
-                        break
-                    store.mark_bad(place, digest)
-        for key, place in _written_before(path, layout, generation).items():
-            if key not in kept and _is_intact(place, store.settings.chunk_bytes):
-                kept[key] = place
-        has_parts = any(g == generation for g, _ in kept)
-        if has_parts:
-            _write_dump(path, layout, generation, kept, store.settings.chunk_bytes)
-    finally:
-        with store.gate.lock:
-            for place in (place for places in found.values() for place in places):
-                store.table.unpin(place)
-    return path if has_parts else None
-
-
-def _pin_wanted(
-    store: SlotStore,
-    layout: RoleLayout,
-    generation: Generation,
-    boundary: str | None,
-    found: dict[PartKey, list[Place]],
-) -> dict[PartKey, list[Place]]:
-    """Return the parts to write that are not in ``found`` yet, with pinned places, and add them to
-    ``found``."""
     names = tuple(part.name for part in layout.parts)
     if boundary is not None:
         names = (*layout.shard_parts, records.extras_part(boundary))
     with store.gate.lock:
-        wanted = [(generation, name) for name in names]
-        wanted += _steps_to_missing(store.table, layout, generation)
-        new = {
-            key: store.table.find(layout.role, *key)
-            for key in dict.fromkeys(wanted)
-            if key not in found
-        }
-        for place in (place for places in new.values() for place in places):
+        found = {name: store.table.find(role, generation, name) for name in names}
+        pinned = [place for places in found.values() for place in places]
+        for place in pinned:
             store.table.pin(place)
-    found |= new
-    return new
+    kept: dict[str, Place] = {}
+    try:
+        for name, places in found.items():
+            for place in places:
+                if (digest := segments.checksum(place.view)) == place.checksum:
+                    kept[name] = place
+                    break
+                store.mark_bad(place, digest)
+        for name, place in _written_before(path, layout, generation).items():
+            if name not in kept and _is_intact(place, store.settings.chunk_bytes):
+                kept[name] = place
+        if kept:
+            _write_dump(path, layout, generation, kept, store.settings.chunk_bytes)
+    finally:
+        with store.gate.lock:
+            for place in pinned:
+                store.table.unpin(place)
+    return path if kept else None
 
 
-def _steps_to_missing(table: Table, layout: RoleLayout, generation: Generation) -> list[PartKey]:
-    """Return the parts from which shard parts of ``generation`` that are not held are recomputed:
-    their steps, back to a whole copy, and that copy; up to the first step that is not held."""
-    held = table.held(layout.role)
-    found: list[PartKey] = []
-    for shard in layout.shard_parts:
-        at: Generation | None = generation
-        while at is not None and shard not in held.get(at, ()):
-            steps = (records.gradients_part(shard), records.UPDATE_PART, SUMS_PART)
-            found += [(at, name) for name in steps if name in held.get(at, ())]
-            at = predecessor(held, at)
-        if at is not None and at != generation:
-            found.append((at, shard))
-    return list(dict.fromkeys(found))
-
-
-def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[PartKey, Place]:
+def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[str, Place]:
     """Return the sealed parts of an earlier dump at ``path``; their slots in memory may be damaged
     or gone by now."""
     try:
@@ -243,9 +201,8 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
     if dumped.layout.layout_hash != layout.layout_hash or dumped.generation(0) != generation:
         return {}
     return {
-        (dumped.generation(slot), name): Place.of(dumped, slot, name, entry)
-        for slot in range(dumped.slots)
-        for name, entry in dumped.entries(slot).items()
+        name: Place.of(dumped, 0, name, entry)
+        for name, entry in dumped.entries(0).items()
         if entry.state is segments.PartState.SEALED
     }
 
@@ -267,23 +224,18 @@ def _write_dump(
     path: Path,
     layout: RoleLayout,
     generation: Generation,
-    places: dict[PartKey, Place],
+    places: Mapping[str, Place],
     chunk_bytes: int,
 ) -> None:
-    slots = sorted({g for g, _ in places} | {generation}, reverse=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        dumped = segments.Segment.create(unfinished, layout, None, (), len(slots))
-        for slot, written in enumerate(slots):
-            names = [name for g, name in places if g == written]
-            dumped.reserve(names, [slot])
-            dumped.open_slot(slot, written, written.lineage)
-            for name in names:
-                place = places[written, name]
-                view = place.view
-                for start in range(0, len(view), chunk_bytes):
-                    dumped.write_from(slot, name, start, view[start : start + chunk_bytes])
-                dumped.seal_part(slot, name, place.nbytes, place.checksum, written.lineage)
+        dumped = segments.Segment.create(unfinished, layout, None, places, 1)
+        dumped.open_slot(0, generation, generation.lineage)
+        for name, place in places.items():
+            view = place.view
+            for start in range(0, len(view), chunk_bytes):
+                dumped.write_from(0, name, start, view[start : start + chunk_bytes])
+            dumped.seal_part(0, name, place.nbytes, place.checksum, generation.lineage)
         dumped.flush()
         unfinished.rename(path)
     except (OutOfSpace, OSError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout import records
@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import Generation, Holding, Inventory, Res
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.segment import PartState, Segment
 
 NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _NAME = re.compile(r"(\d+)-(\d+)")
@@ -43,8 +43,8 @@ def dumped_parts(
     for dumped in dump_files(directory):
         node, role = node_of(dumped), dumped.layout.role
         described[node].append(dumped.layout)
-        for slot, held in slots_of(dumped, generation):
-            holdings[node].append(Holding(role, held, frozenset(_sealed(dumped, slot))))
+        if parts := _sealed(dumped, generation.iteration):
+            holdings[node].append(Holding(role, generation, frozenset(parts)))
     found = {
         node: Inventory(node, 0, tuple(holdings[node]), tuple(known))
         for node, known in described.items()
@@ -62,7 +62,7 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
     """Return the place of each byte of a role in the files of a dump, for its export.
 
     Reads descriptions and headers only. Raises VaultError for a part without bytes, which could
-    only be computed from parity blocks or gradients.
+    only be decoded from parity blocks.
     """
     files = [file for file in dump_files(directory, role) if file.generation(0) == generation]
     if not files:
@@ -101,19 +101,9 @@ def dump_difference(directory: Path, layout: RoleLayout) -> str:
     return ""
 
 
-def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
-    """Yield the sealed slots of a file with their generations, but in the lineage of
-    ``generation``; none if the file is of another iteration."""
-    if dumped.generation(0).iteration != generation.iteration:
-        return
-    for slot in range(dumped.slots):
-        if dumped.state(slot) is SlotState.SEALED:
-            yield slot, Generation(generation.lineage, dumped.generation(slot).iteration)
-
-
 def holds(dumped: Segment, part: str, iteration: int) -> bool:
     """Return whether a file has the sealed part of this iteration."""
-    return dumped.generation(0).iteration == iteration and part in _sealed(dumped, 0)
+    return part in _sealed(dumped, iteration)
 
 
 def newest_whole(
@@ -122,9 +112,9 @@ def newest_whole(
     """Return the newest whole generation in the directories below ``base``, if any, and the reasons
     why newer generations are not whole.
 
-    A generation is whole if the files have every role's parts, or the sources to decode or
-    recompute them. ``kept``: the kept lineages (layout.planner.keep_lineages); generations of other
-    lineages were abandoned, and do not count. Checksums are compared when the parts are loaded.
+    A generation is whole if the files have every role's parts, or the blocks to decode them.
+    ``kept``: the kept lineages (layout.planner.keep_lineages); generations of other lineages were
+    abandoned, and do not count. Checksums are compared when the parts are loaded.
     """
     refusals: list[str] = []
     found = []
@@ -150,7 +140,9 @@ def last_boundary(
     return (None, found) if isinstance(found, str) else (found.boundary, "")
 
 
-def _sealed(dumped: Segment, slot: int) -> set[str]:
-    """Return the names of the sealed parts in a slot of a file."""
-    entries = dumped.entries(slot).items()
+def _sealed(dumped: Segment, iteration: int) -> set[str]:
+    """Return the names of the sealed parts in a file; none if it is of another iteration."""
+    if dumped.generation(0).iteration != iteration:
+        return set()
+    entries = dumped.entries(0).items()
     return {name for name, entry in entries if entry.state is PartState.SEALED}

@@ -63,7 +63,7 @@ class Parity(Copies):
 
     def coded(self, layout: records.RoleLayout) -> list[str]:
         """Return the shard parts that are combined into the blocks of the role's group."""
-        return self._uncovered(layout, records.PartKind.SHARD)
+        return [name for name in self._uncovered(layout) if not records.is_extras(name)]
 
     def holders(self, role: int) -> list[Target]:
         """Return the holders of the blocks of a role's group."""
@@ -71,11 +71,9 @@ class Parity(Copies):
         places = () if group is None else zip(group.blocks, group.holders, strict=True)
         return [Target(node, block) for block, node in places]
 
-    def _ways(self, layout: records.RoleLayout, kind: records.PartKind) -> Ways:
-        return [
-            (self._buddies(layout), self._uncovered(layout, records.PartKind.EXTRAS)),
-            (self.holders(layout.role), self.coded(layout)),
-        ]
+    def _ways(self, layout: records.RoleLayout) -> Ways:
+        extras = [name for name in self._uncovered(layout) if records.is_extras(name)]
+        return [(self._buddies(layout), extras), (self.holders(layout.role), self.coded(layout))]
 
     def keeps(self, layout: records.RoleLayout, node: int) -> Collection[str]:
         if not records.is_parity_role(layout.role):

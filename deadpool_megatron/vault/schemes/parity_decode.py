@@ -38,7 +38,6 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.schemes.registry import Claim, Rebuild
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
@@ -56,6 +55,7 @@ _MAX_SMALL_BYTES = 16 << 20
 
 # Bytes and checksum of a part, and a function that fills a piece from a start byte, in order.
 Asked = tuple[int, int, Callable[[int, memoryview], None]]
+Claim = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 # Number of a block -> its source; None for a block that is all zeros.
 Choice = Mapping[int, Source | None]
 
@@ -277,10 +277,11 @@ class _Candidates:
         return True
 
 
-class Decoder(Rebuild):
-    """Decodes parts of a role for an epoch. One thread; :meth:`cut` from any.
+class Decoder:
+    """Decodes shard parts of a role for an epoch, of which no node holds a whole copy. One thread;
+    :meth:`cut` from any.
 
-    ``target``: the claimed slot for the role.
+    ``target``: gives the claimed slot for the role.
     """
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int, target: Claim) -> None:
@@ -307,7 +308,12 @@ class Decoder(Rebuild):
         tried: list[tuple[int, int, str]],
         deadline: float,
     ) -> Place | None:
-        """See :class:`.registry.Rebuild`, also for the methods below."""
+        """Decode a part of the restored generation; None if the recipe has no blocks of it.
+
+        ``tried``: gets an entry for each place that failed. ``deadline``: monotonic; silent places
+        are retried until then. Raises RestoreUnavailable, or VaultError when there is
+        no memory or the epoch was closed.
+        """
         decoding = recipe.decodings.get(name)
         if decoding is None:
             return None

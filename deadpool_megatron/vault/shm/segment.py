@@ -1,11 +1,11 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: header words, the description (JSON: layout, seat, slots, page size), then the slots: those of
-the layout, or more where steps are kept (layout.gradient_chain). Every range that gets memory, or
-is locked in it, begins and ends with a page of the host that made the file. Slot: header (words
-below, one entry of 4 words per part), then the parts at fixed page-aligned offsets. An ``own-*``
-file is written by its member incarnation and sealed by the vault, which puts restored parts there
-while that member waits for them; ``copy-*`` and ``steps-*`` files are written by the vault alone.
+File: header words, the description (JSON: layout, seat, slots, page size), then the slots. Every
+range that gets memory, or is locked in it, begins and ends with a page of the host that made the
+file. Slot: header (words below, one entry of 4 words per part), then the parts at fixed
+page-aligned offsets. An ``own-*`` file is written by its member incarnation and sealed by the
+vault, which puts restored parts there while that member waits for them; ``copy-*`` files are
+written by the vault alone.
 
 Order of stores. Each state is one aligned 8-byte word, stored whole by CPython's memoryview (one
 ``mov``/``str``), so no reader sees half of it. A writer invalidates the state word first and
@@ -52,7 +52,7 @@ ENTRY_FIELDS = 4
 _W_STATE, _W_LINEAGE, _W_ITERATION, _W_EPOCH = range(4)
 _E_STATE, _E_NBYTES, _E_CHECKSUM, _E_EPOCH = range(4)
 _HASH_BYTES = 16 << 20
-_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|(?:copy|steps)-(\d+)|dump-(\d+)-\d+)\.seg")
+_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|copy-(\d+)|dump-(\d+)-\d+)\.seg")
 
 
 class SlotState(IntEnum):
@@ -556,14 +556,8 @@ def own_name(role: int, seat: Seat) -> str:
 
 
 def copy_name(role: int) -> str:
-    """Return the name of the segment with copies of a role that is seated elsewhere, or with the
-    copy from which a role that is seated here is recomputed."""
+    """Return the name of the segment with copies of a role that is seated elsewhere."""
     return f"copy-{role}.seg"
-
-
-def steps_name(role: int) -> str:
-    """Return the name of the segment with the steps that follow these copies."""
-    return f"steps-{role}.seg"
 
 
 def dump_name(role: int, node: int) -> str:

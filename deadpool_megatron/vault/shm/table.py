@@ -124,7 +124,7 @@ class Table:
                         path.unlink()
                     else:
                         self._unread.append(str(error))
-            elif path.name.startswith((".copy-", ".own-", ".steps-")):
+            elif path.name.startswith((".copy-", ".own-")):
                 path.unlink(missing_ok=True)
         for segment in self.segments.values():
             if segment.seat is None:
@@ -299,9 +299,8 @@ class Table:
         oldest, but neither the newest nor any newer than the offered generation. The owner offers
         k+1 only after all roles have committed k, so this is rule 3 (design section 4).
 
-        A copy has as many slots as its owner, and only the oldest is overwritten. A restore needs
-        the other generations, or computes its own from them. A segment of steps has a slot for each
-        generation from the oldest of these to the newest (layout.gradient_chain).
+        A copy has as many slots as its owner, and only the oldest is overwritten: a restore may
+        need any other.
 
         ``fresh``: never the slot in which parts of the generation are sealed; it stays unchanged
         until :meth:`replace`.
@@ -368,12 +367,6 @@ class Table:
         """Release a :meth:`pin`."""
         self.pins[place.key] -= 1
 
-    def serves(self, segment: Segment, generation: Generation) -> bool:
-        """Return whether a segment holds parts of the generation that an epoch begins with, or may
-        hold parts of a chain to it: base and steps of a chain may be in different segments."""
-        held = self.holds(segment)
-        return generation in held or (bool(held) and bool(segment.layout.step_parts))
-
     def holds(self, segment: Segment) -> set[Generation]:
         """Return the generations of which a segment holds parts."""
         return {
@@ -382,24 +375,21 @@ class Table:
             if slot.segment is segment and slot.parts
         }
 
-    def unneeded(
-        self, segment: Segment, successors: Callable[[Generation], int], kept: int
-    ) -> bool:
+    def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
         """Return whether no restore can need an inactive segment any more.
 
         A member overwrites generation g after as many further generations as it has slots, because
         every role has committed a newer generation by then (design section 4). So g is not needed
         here either as soon as such a generation of any role is sealed here. ``successors(g)``: the
-        minimum number of generations that were written after g (layout.records). From ``kept``
-        successors on g is not needed; ``kept`` exceeds the number of slots where other generations
-        are computed from g (layout.gradient_chain).
+        minimum number of generations that were written after g (layout.records).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
             return False
         held = self.holds(segment)
         # A segment without parts has just been created for bytes that are about to arrive.
-        return bool(held) and all(successors(generation) >= kept for generation in held)
+        slots = segment.layout.slots
+        return bool(held) and all(successors(generation) >= slots for generation in held)
 
 
 def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:

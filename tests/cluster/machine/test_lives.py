@@ -104,7 +104,7 @@ def plans_change_and_coordinators() -> RecordedWorld:
     """Blocks instead of copies, a coordinator lost in each phase, numbers that are not finite."""
     world = RecordedWorld(3, 2, 1, 1)
     world.train_on(2)
-    plan = plan_of_kind("parity", world.config.settings, 1, 3)
+    plan = plan_of_kind("parity", 1, 3)
     world.feed(ev.ProtectionRequested(plan, "a user"))
     world.train_on(3)
     world.show()
@@ -171,7 +171,7 @@ def users_ask() -> RecordedWorld:
     finds what was asked."""
     world = RecordedWorld(2, 2, 1, 1)
     world.train_on(2)
-    plan = plan_of_kind("parity", world.config.settings, 1, 2).to_dict()
+    plan = plan_of_kind("parity", 1, 2).to_dict()
     asked = [
         Request(1, "a", Verb.PERSIST, {"directory": "/exports"}),
         Request(2, "b", Verb.DRAIN, {"node": 1}),
@@ -269,7 +269,7 @@ def memories_differ() -> RecordedWorld:
     world.show()
     settings = world.config.settings
     for kind, every in (("parity", 1), ("buddy", 1), ("buddy", 2), ("local", 1), ("parity", 2)):
-        plan = plan_of_kind(kind, settings, every, 3)
+        plan = plan_of_kind(kind, every, 3)
         refusal = memory_refusal(plan, world.state, settings)
         world.lines.append(f"{kind} every {every}: {refusal!r}")
         world.feed(ev.ProtectionRequested(plan, "a measurement"))

@@ -91,7 +91,7 @@ def test_history_is_cut_to_a_limit():
 
 def test_takeover_knows_all_that_its_record_holds():
     rig = Rig(nodes=2, spares=1).run(7)
-    plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4), every=3)
+    plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, 4), every=3)
     failure = {"kind": "hang", "cause": "no step", "iteration": 6, "node": 1, "signature": "s"}
     history = History(
         kept={1: 5, 2: NO_LIMIT},

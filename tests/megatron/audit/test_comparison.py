@@ -11,8 +11,8 @@ from deadpool_megatron.layout.records import is_due
 from deadpool_megatron.megatron.audit import update_transfer as transfer
 from deadpool_megatron.megatron.audit.audit import audit_number, is_audited
 from deadpool_megatron.megatron.audit.comparison import Pass, compare_held, compare_repeated_passes
-from deadpool_megatron.megatron.update_replay import update_copies
-from tests.megatron.test_update_replay import FLAGS, Rig
+from deadpool_megatron.megatron.audit.update_replay import update_copies
+from tests.megatron.audit.test_update_replay import FLAGS, Rig
 
 RIGHT, WRONG = (1, 2), (1, 3)
 CPU = torch.device("cpu")

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
+from deadpool_megatron.vault.disk.dump import damaged, dump
 from deadpool_megatron.vault.disk.sources import newest_whole
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import Cluster, cluster, make_layout
@@ -17,9 +15,8 @@ from tests.vault.protected import begin
 from tests.vault.slots import SlotStore, scheme_of
 
 G = records.Generation
-STEP = (records.UPDATE_PART, records.SUMS_PART, records.gradients_part("shard"))
 LAYOUT = records.RoleLayout(
-    0, tuple(records.PartInfo(n, 64, (0,)) for n in ("shard", *STEP, "extras@step")), (0,), 2, "h"
+    0, tuple(records.PartInfo(n, 64, (0,)) for n in ("shard", "extras@step")), (0,), 2, "h"
 )
 
 
@@ -100,24 +97,9 @@ def test_dump_reports_no_damage_with_other_bytes_on_the_node(tmp_path):
     assert newest_whole(tmp_path / "dump", range(1), {1: NO_LIMIT})[0] is not None
 
 
-@pytest.mark.parametrize("struck", [4, 3])
-def test_dump_writes_the_chain_to_a_damaged_part(tmp_path, struck):
-    """The planner still counts on it; the dump was begun when nobody needed it. So is what
-    leads to a damaged base."""
-    whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
-    held = {2: whole, 3: whole, 4: whole if struck == 4 else steps}
-    state = vault(tmp_path / "node", held)
-    (segment,) = state.table.segments.values()
-    strike(segment, G(1, struck), "shard")
-    dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step")
-    assert damaged(state) == [records.BadPart(3, 0, G(1, struck), "shard")]
-    found, _ = newest_whole(tmp_path / "dump", range(1), {1: NO_LIMIT})
-    assert found.generation == G(1, 4)
-
-
 def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path):
     """As of a salvage that was killed while it gave the memory back, and is begun again."""
-    whole = ("shard", *STEP, "extras@step")
+    whole = ("shard", "extras@step")
     state = vault(tmp_path / "node", {3: whole, 4: whole})
     dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     (segment,) = state.table.segments.values()

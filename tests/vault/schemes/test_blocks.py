@@ -111,7 +111,7 @@ class Making:
         for role in roles:
             state, layout = self.states[role], self.layouts[role]
             scheme = state.ledger.require_scheme(self.record.epoch)
-            targets = scheme.owed(layout, GENERATION).names
+            targets = scheme.owed(layout).names
             (target,) = (one for one in targets if one.block == self.block)
             sender = replicate.sender_to(target, state, layout, scheme)
             self.senders.append(sender)

@@ -25,13 +25,13 @@ def ledger_of(record: EpochRecord) -> Acknowledgements:
 
 def targets(ledger: Acknowledgements, layout: RoleLayout) -> tuple[list[Target], list[Target]]:
     """Buddies, and holders of parity blocks."""
-    found = [*ledger.scheme.owed(layout, G).names]
+    found = [*ledger.scheme.owed(layout).names]
     buddies = [one for one in found if one.block is None]
     return buddies, [one for one in found if one not in buddies]
 
 
 def is_exposed(ledger: Acknowledgements, layout: RoleLayout) -> bool:
-    return ledger.scheme.owed(layout, G).is_short
+    return ledger.scheme.owed(layout).is_short
 
 
 def acknowledge(ledger: Acknowledgements, layout: RoleLayout, names: list[str]) -> None:
@@ -71,13 +71,13 @@ def test_too_few_nodes_hold_the_gate_until_the_record_releases_it():
     assert is_exposed(closed, layout)
     assert closed.boundary(layout, G, SHARD) is None
     released = ledger_of(record(1, 1, fewer=frozenset({0})))
-    assert released.released(layout, G)
+    assert released.released(layout)
     assert released.boundary(layout, G, SHARD) == "step"
     some = ledger_of(record(2, 2, replicas=2, fewer=frozenset({0})))
     assert some.boundary(layout, G, SHARD) is None  # the one buddy that lives is owed its copy
     acknowledge(some, layout, SHARD)
     assert some.boundary(layout, G, SHARD) == "step"
-    assert not ledger_of(record(2, 2, fewer=frozenset({0}))).released(layout, G)
+    assert not ledger_of(record(2, 2, fewer=frozenset({0}))).released(layout)
 
 
 def test_covered_parts_are_not_shipped():
@@ -97,7 +97,7 @@ def test_parity_without_a_holder_waits_for_a_release():
     scheme = SchemeNumbers(SchemeKind.PARITY, group=2)
     assert is_exposed(ledger_of(planned(record(1, 1), scheme)), layout)
     released = ledger_of(planned(record(1, 1, fewer=frozenset({0})), scheme))
-    assert released.released(layout, G)
+    assert released.released(layout)
     assert released.boundary(layout, G, SHARD) == "step"
 
 
@@ -105,7 +105,7 @@ def test_local_owes_nothing_to_anybody():
     layout = make_layout(0)
     ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(SchemeKind.LOCAL)))
     assert not is_exposed(ledger, layout)
-    assert not ledger.scheme.owed(layout, G).names
+    assert not ledger.scheme.owed(layout).names
     assert ledger.boundary(layout, G, SHARD) == "step"
     assert not ledger.scheme.keeps(layout, 1)
 

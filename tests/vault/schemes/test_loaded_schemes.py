@@ -29,7 +29,7 @@ nodes = {node: NodeAddress("host", node, f"rack{node}") for node in range(3)}
 restore = Restore("initial", Generation(1, 0))
 for kind in sys.argv[2:]:
     if os.fork() == 0:
-        plan = plan_of_kind(kind, Settings(), 1, 2)
+        plan = plan_of_kind(kind, 1, 2)
         state = SlotStore(scheme_of, 0, Path(sys.argv[1], kind), Settings(), lambda _: None)
         state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
         names = list(sys.modules)  # a thread may import meanwhile
@@ -41,7 +41,6 @@ PARITY = {"layout.parity_groups", "vault.schemes.parity", "vault.schemes.parity_
 FILES = {
     "buddy": set[str](),
     "parity": PARITY,
-    "recompute": {"vault.schemes.gradients"},
     "local": set(),
     "local-twice": set(),
 }

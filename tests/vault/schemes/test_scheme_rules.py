@@ -3,7 +3,7 @@
 Whole vaults with real slots and real members' clients, on a network in this process; what the
 coordinator does is done by its own planner. A member's bytes follow from role, generation and part,
 so that every restored byte is compared. What is left out here has tests of its own: real processes
-and kills (test_faults, tests/faults), the arithmetic of a replay (tests/megatron).
+and kills (test_faults, tests/faults).
 """
 
 import itertools
@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 from hypothesis import event, given, settings, strategies as st
 
-from deadpool_megatron.layout import gradient_chain, history, placement, records
+from deadpool_megatron.layout import history, placement, records
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.shm.segment import PartState, Segment
-from deadpool_megatron.vault.vault_client import RestoredParts
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Member, content, make_layout, record_of
 from tests.vault.local_node import LocalNode
@@ -43,7 +42,6 @@ SCHEMES = {
     "two parities": (ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), 2),
     "local": (ProtectionPlan(SchemeNumbers(SchemeKind.LOCAL)), 0),
     "local twice": (ProtectionPlan(SchemeNumbers(SchemeKind.LOCAL_TWICE)), 0),
-    "recompute": (ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=3)), 1),
 }
 
 
@@ -56,7 +54,7 @@ def _one_process():
 
 
 def seals(node: LocalNode) -> list[tuple[Segment, int, str]]:
-    """All sealed shard parts of a node, steps included, in a fixed order."""
+    """All sealed shard parts of a node in a fixed order."""
     found = []
     for path in sorted(node.directory.glob("*.seg")):
         segment = Segment.open(path)
@@ -73,55 +71,18 @@ class RoleMember(Member):
 
     def __init__(self, node: LocalNode, layout: records.RoleLayout, seat: Seat, epoch: int) -> None:
         super().__init__(node, layout, epoch, slot=seat.local_rank)
-        if self._step_names:
-            self.client.rehearsed(True)
-
-    @property
-    def _step_names(self) -> list[str]:
-        return [part.name for part in self.layout.parts if part.name.startswith("step@g")]
-
-    def write(self, generation: Generation, extras: bool = True) -> None:
-        names = [*SHARDS, *self._step_names, "extras@step"]
-        if self._step_names:
-            names.append(records.UPDATE_PART)
-        self.fill(generation, generation.lineage, names)
 
     def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
         """What an iteration gives is the same in every lineage."""
         return content(self.role, Generation(1, generation.iteration), name, nbytes)
 
-    def check(self, record: EpochRecord, written_as: Generation | None = None) -> None:
-        """Restore and compare every byte; hand over what has to be computed."""
-        generation = record.restore.generation
+    def check(self, record: EpochRecord) -> None:
+        """Restore and compare every byte."""
         parts = self.restore(record)
-        recipe = record.restore.recipes.get(self.role)
-        replay = None if recipe is None else recipe.replay
-        missing = [name for name in SHARDS if name not in parts.names]
-        wanted = {name: (generation, name) for name in {*SHARDS, "extras@step"} - {*missing}}
-        if missing:
-            assert replay is not None
-            assert replay.steps[-1] == generation
-            wanted |= self._chain(replay, missing)
-        self._compare(parts, wanted)
+        for name in (*SHARDS, "extras@step"):
+            view = parts.part(name)
+            assert bytes(view) == self.bytes_of(record.restore.generation, name, len(view)), name
         parts.close()
-        if missing:
-            self.fill(generation, record.epoch, missing)
-
-    def _chain(
-        self, replay: records.Replay, missing: list[str]
-    ) -> dict[str, tuple[Generation, str]]:
-        """What the parts that nobody has whole are computed from."""
-        wanted = {gradient_chain.key(replay.base, name): (replay.base, name) for name in missing}
-        for step in replay.steps:
-            for name in (*map(records.gradients_part, missing), records.UPDATE_PART):
-                wanted[gradient_chain.key(step, name)] = (step, name)
-        return wanted
-
-    def _compare(self, parts: RestoredParts, wanted: Mapping[str, tuple[Generation, str]]) -> None:
-        assert set(wanted) <= set(parts.names)
-        for shown, (generation, name) in wanted.items():
-            view = parts.part(shown)
-            assert bytes(view) == self.bytes_of(generation, name, len(view)), shown
 
 
 @dataclass(frozen=True)
@@ -187,16 +148,7 @@ class Nodes:
     def _layout(self, role: int, nbytes: int, roles: tuple[int, ...]) -> records.RoleLayout:
         """Data-parallel groups of every other role, or of all where they are few."""
         peers = roles[role % 2 :: 2] if len(roles) >= 6 else roles
-        plain = make_layout(role, nbytes, slots=2, peers=peers)
-        if self.case.scheme != "recompute":
-            return plain
-        shards = {one.name: one for one in plain.parts if one.name in SHARDS}
-        steps = gradient_chain.step_parts(
-            {n: replace(one, nbytes=nbytes) for n, one in shards.items()}, 64, role
-        )
-        assert records.gradients_part("shard") in {one.name for one in steps}
-        parts = (*plain.parts[:2], *steps, *plain.parts[2:])
-        return replace(plain, parts=parts, layout_hash=f"steps-{nbytes}")
+        return make_layout(role, nbytes, slots=2, peers=peers)
 
     def record(self, epoch: int, restore: Restore) -> EpochRecord:
         domains = {number: f"rack{self.case.racks[number]}" for number in self.live}

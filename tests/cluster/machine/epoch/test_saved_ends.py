@@ -1,14 +1,12 @@
 """No end throws state away: the newest generation is dumped, becomes a checkpoint, or stays."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import planner, records
-from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
+from deadpool_megatron.layout import records
 from tests.cluster.machine.rig import Phase, Rig, g
 
 WHERE = {"persist_directory": "/exports"}
@@ -128,27 +126,6 @@ def test_run_with_only_damaged_generations_does_not_count_as_saved():
     end = rig.only(act.Finish)
     assert (end.exit_status, end.resume) == (1, None)
     assert "generation 1:7 lacks part main of role 1" in end.reason
-
-
-def test_written_generations_of_every_try_stay_known(monkeypatch):
-    """Another node cannot write, so a role recomputes from another generation than at first."""
-    bases, choose = [g(5)], planner.choose_restore
-
-    def recomputed(query: RestoreQuery) -> records.Restore | NoRestore:
-        found, base = choose(query), bases[-1]
-        assert isinstance(found, records.Restore)
-        return replace(
-            found, recipes={3: records.Recipe(replay=records.Replay(base, (g(7),), {base: {}}))}
-        )
-
-    monkeypatch.setattr(planner, "choose_restore", recomputed)
-    rig = Rig(nodes=4, spares=0, replicas=2).run()
-    rig.lose(3, g(4), g(5), g(6), g(7))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    bases.append(g(6))
-    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"), ev.NodeLost(0, "gone"))
-    written = {holding.generation for holding in rig.state.memory.held[0].holdings}
-    assert written == {g(5), g(6), g(7)}
 
 
 def test_unkillable_process_costs_no_state_during_a_dump():

@@ -6,7 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
 from deadpool_megatron.layout.memory_needs import refusal
-from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
+from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g
 
@@ -41,9 +41,6 @@ def test_pauses_are_after_protected_iterations_only():
     assert rig.state.phase is Phase.CLOSING
 
 
-RECOMPUTE = Settings(protection="recompute")
-
-
 @pytest.mark.parametrize(
     ("plan", "settings", "nodes", "reason"),
     [
@@ -51,20 +48,17 @@ RECOMPUTE = Settings(protection="recompute")
         (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: 1 more"),
         (EVERY_THIRD, Settings(replicas=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
         (replace(EVERY_THIRD, every=0), Settings(), 2, "between 1 and 1000"),
-        (plan_of_kind("parity", Settings(), 1, 4), Settings(), 3, ""),
-        (plan_of_kind("parity", Settings(), 1, 4), Settings(), 2, "needs at least 3 nodes"),
-        (plan_of_kind("parity", Settings(), 1, 1), Settings(), 9, "at least 2 roles"),
-        (plan_of_kind("local", Settings(), 1, 0), Settings(), 1, ""),
-        (plan_of_kind("recompute", Settings(), 1, 0), Settings(), 2, "start the run with"),
-        (plan_of_kind("parity", Settings(), 1, 255), Settings(), 300, ""),
+        (plan_of_kind("parity", 1, 4), Settings(), 3, ""),
+        (plan_of_kind("parity", 1, 4), Settings(), 2, "needs at least 3 nodes"),
+        (plan_of_kind("parity", 1, 1), Settings(), 9, "at least 2 roles"),
+        (plan_of_kind("local", 1, 0), Settings(), 1, ""),
+        (plan_of_kind("parity", 1, 255), Settings(), 300, ""),
         (
-            plan_of_kind("parity", Settings(), 1, 256),
+            plan_of_kind("parity", 1, 256),
             Settings(),
             300,
             "at most 255 roles next to 1 block, not 256: choose a smaller --group",
         ),
-        (first_plan(RECOMPUTE), RECOMPUTE, 2, ""),
-        (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
     ],
 )
 def test_impossible_plan_is_refused(plan, settings, nodes, reason):

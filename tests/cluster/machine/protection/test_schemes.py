@@ -6,37 +6,29 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.orders import RecordFrames
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev
-from deadpool_megatron.cluster.machine.membership import matters
+from deadpool_megatron.cluster.machine.membership import block_holders, matters
 from deadpool_megatron.cluster.machine.state import Opening
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import records
-from deadpool_megatron.layout.gradient_chain import REPLAY, step_parts
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.parity_groups import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.rebuild import block_holders
-from deadpool_megatron.layout.records import SUMS_PART, BadPart, Generation, Holding, Inventory
-from deadpool_megatron.layout.schemes import recomputes
+from deadpool_megatron.layout.records import BadPart, Generation, Holding, Inventory
 from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 
 EXTRAS = frozenset({"extras@step"})
 CODED = frozenset({"main", "members"})
-LED = frozenset({records.gradients_part("main"), records.UPDATE_PART, SUMS_PART, "extras@step"})
 
 
 def test_sources_of_a_recipe_matter_until_all_roles_are_restored():
     rig = Rig(nodes=2, spares=3, protection="parity", parity_group=2).run()
     (holder,) = block_holders(rig.record)
     first, second = sorted({2, 3, 4} - {holder})
-    recipes = {
-        0: records.Recipe(
-            decodings={"main": records.Decoding((0, 1), 1, {2: (records.Source(first, 1 << 40),)})}
-        ),
-        1: records.Recipe(
-            replay=records.Replay(g(0), (g(1),), {g(1): {"main": (records.Source(second, 1),)}})
-        ),
-    }
+    decodings = [
+        records.Decoding((0, 1), 1, {2: (records.Source(node, 1 << 40),)})
+        for node in (first, second)
+    ]
+    recipes = {role: records.Recipe({"main": each}) for role, each in enumerate(decodings)}
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
     rig.state.phase_state = Opening(0.0, set(rig.state.seats) - {0})
@@ -129,45 +121,3 @@ def test_undecodable_part_is_not_relied_on_again():
     restore = rig.pending.restore
     assert restore.generation == g(6)
     assert set(restore.recipes) == {1}
-
-
-def with_steps(role: int) -> records.RoleLayout:
-    plain = layout(role, 2)
-    steps = step_parts({"main": records.PartInfo("", 4, (role,))}, 64, role)
-    return replace(plain, parts=(plain.parts[0], *steps, plain.parts[1]))
-
-
-def lost_role(rig: Rig) -> None:
-    """Node 1 dies; node 0 holds its own role whole, and of role 1 a base and two steps."""
-    rig.feed(*(ev.MemberRegistered(*rig.seat(r), with_steps(r)) for r in range(2)))
-    rig.steps(7)
-    rig.feed(ev.NodeLost(1, "gone"))
-    answer(rig)
-
-
-def answer(rig: Rig) -> None:
-    own = [Holding(0, g(it), STEP | LED) for it in (5, 6, 7)]
-    copies = [Holding(1, g(5), STEP), Holding(1, g(6), LED), Holding(1, g(7), LED)]
-    layouts = tuple(with_steps(role) for role in range(2))
-    held = Inventory(0, rig.record.epoch, (*own, *copies), layouts)
-    others = [Inventory(node, rig.record.epoch) for node in sorted(rig.awaited - {0})]
-    rig.feed(*(ev.NodeInventory(found) for found in (held, *others)))
-
-
-def test_refused_replay_is_replaced_by_whole_copies():
-    rig = Rig(protection="recompute", full_every=4).run()
-    lost_role(rig)
-    restore = rig.pending.restore
-    assert restore.generation == g(7)
-    assert restore.recipes[1].replay is not None
-    assert recomputes(rig.pending.protection)
-    rig.journal()
-    rig.feed(ev.NotRestored(*rig.seat(1), 2, REPLAY, "main is not what its owner had"))
-    (warning,) = rig.emitted(Kind.LOG)
-    assert "every iteration is copied whole" in warning.data["text"]
-    rig.tick(0.6)
-    assert "not what its owner had" in rig.only(act.CloseEpoch).cause
-    answer(rig)
-    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
-    assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
-    assert not recomputes(rig.pending.protection)

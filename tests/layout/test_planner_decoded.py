@@ -1,4 +1,4 @@
-"""Parts without a whole copy: from enough blocks, or from a base and every step since."""
+"""Parts without a whole copy: from enough blocks."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,19 +6,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deadpool_megatron.layout import history, records, schemes
-from deadpool_megatron.layout.gradient_chain import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.parity_groups import INPUTS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
-from tests.layout.held import Content, chosen, holders, inventories
+from tests.layout.held import chosen
 
 EXTRAS = records.extras_part("step")
 OLD, NEW = records.Generation(1, 6), records.Generation(1, 7)
-WHOLE = frozenset({"shard0", "extras@step"})
-STEP = frozenset(
-    {records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART, "extras@step"}
-)
-OWN = WHOLE | STEP
-LINES = {1: 7, 2: history.NO_LIMIT}
 
 
 def layout(role: int, parts: tuple[str, ...] = ("main",)) -> records.RoleLayout:
@@ -238,95 +231,3 @@ def test_layouts_of_other_bytes_do_not_mix(parities):
     else:
         assert isinstance(answer, records.Restore)
         assert sorted(decoding(answer, 0).blocks) == [1, 3]
-
-
-def g(iteration: int) -> records.Generation:
-    """On the kept line: lineage 1 up to iteration 7, then lineage 2."""
-    return records.Generation(1 if iteration <= 7 else 2, iteration)
-
-
-def layout_with_steps(role: int) -> records.RoleLayout:
-    own = (role,)
-    parts = (
-        records.PartInfo("shard0", 8, own),
-        *step_parts({"shard0": records.PartInfo("", 4, own)}, 64, role),
-        records.PartInfo("extras@step", 8, own),
-    )
-    return records.RoleLayout(role, parts, (0, 1), 2, "same")
-
-
-def ask(content: Content, *, roles: int = 1, **more: object) -> RestoreQuery:
-    """Nodes whose vaults hold ``content``; role r sits on node 9 and has come from node r."""
-    seats = {role: records.Seat(9, role, 0) for role in range(roles)}
-    owners = {role: records.Seat(role, 0, 0) for role in range(roles)}
-    held = inventories(content, layout_with_steps)
-    query = RestoreQuery(3, range(roles), held, seats, owners, LINES)
-    return replace(query, **more)  # type: ignore[arg-type]
-
-
-def test_failed_source_is_not_tried_again():
-    content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
-    recipe = chosen(ask(content)).recipes[0]
-    different = set(suspects(recipe, g(7), REPLAY))
-    assert different == {records.BadPart(1, 0, g(7), records.SUMS_PART)}
-    assert chosen(ask(content, bad_parts=frozenset(different))).generation == g(6)
-    damaged = set(suspects(recipe, g(7), key(g(6), records.gradients_part("shard0"))))
-    assert damaged == {records.BadPart(1, 0, g(6), records.gradients_part("shard0"))}
-    assert chosen(ask(content, bad_parts=frozenset(damaged))).generation == g(5)
-    assert list(suspects(recipe, g(7), "shard0")) == []
-
-
-@st.composite
-def contents(draw: st.DrawFn) -> tuple[int, Content]:
-    roles = draw(st.integers(1, 2))
-    names = ["shard0", records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART]
-    content: dict[int, list[tuple[int, records.Generation, frozenset[str]]]] = {}
-    for node in range(draw(st.integers(1, 3))):
-        content[node] = []
-        for role in range(roles):
-            for iteration in range(5, 10):
-                parts = draw(st.sampled_from([WHOLE, STEP, OWN, frozenset[str]()]))
-                lost = draw(st.sampled_from([*names, "", "", "", "", ""]))
-                content[node].append((role, g(iteration), parts - {lost}))
-    return roles, content
-
-
-@given(contents())
-def test_newest_that_all_roles_can_copy_or_recompute(case):
-    roles, content = case
-    answer = choose_restore(ask(content, roles=roles))
-
-    def producible(role: int, iteration: int) -> bool:
-        """Written the slow way: is there any base from which every step is there?"""
-        if holders(content, role, g(iteration), "shard0"):
-            return True
-        names = (records.gradients_part("shard0"), records.UPDATE_PART, records.SUMS_PART)
-        step = all(holders(content, role, g(iteration), name) for name in names)
-        return step and iteration > 5 and producible(role, iteration - 1)
-
-    good = [
-        iteration
-        for iteration in range(5, 10)
-        if all(
-            holders(content, role, g(iteration), "extras@step") and producible(role, iteration)
-            for role in range(roles)
-        )
-    ]
-    if not good:
-        assert isinstance(answer, NoRestore)
-        return
-    assert isinstance(answer, records.Restore)
-    assert answer.generation == g(max(good))
-    for role in range(roles):
-        recipe = answer.recipes.get(role)
-        assert (recipe is None) == bool(answer.sources[role]["shard0"])
-        if recipe is None or recipe.replay is None:
-            continue
-        line = [recipe.replay.base, *recipe.replay.steps]
-        assert [one.iteration for one in line] == list(
-            range(line[0].iteration, answer.generation.iteration + 1)
-        )
-        for generation, parts in recipe.replay.sources.items():
-            for name, found in parts.items():
-                assert set(found) == holders(content, role, generation, name)
-                assert found

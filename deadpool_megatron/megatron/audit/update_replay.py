@@ -1,9 +1,8 @@
 """The replay of an update of an inner optimizer, from its previous state and its gradients.
 
 ``step`` of the live optimizer's own class does it, with its own flags, on tensors of the same
-device: with the same implementation (for-each, fused), equal bytes give equal numbers. A rehearsal
-on the first update of a run proves that, as do the owner's checksums after each replay
-(layout.gradient_chain).
+device: with the same implementation (for-each, fused), equal bytes give equal numbers. The
+comparison with the owner's state proves that.
 """
 
 from __future__ import annotations
@@ -17,28 +16,17 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.megatron import optimizer as optimizers
-from deadpool_megatron.state.initial_state import same_bytes, without_hooks
+from deadpool_megatron.state.initial_state import without_hooks
 from deadpool_megatron.state.optimizer_state import (
-    UnsupportedState,
     group_values,
     restore_group_values,
 )
-from deadpool_megatron.state.parts import Part, batches
-from deadpool_megatron.wire.forms import Coded
+from deadpool_megatron.state.parts import batches
 
-# Device memory that a rehearsal takes at a time for previous state and gradients, approximately.
+# Device memory that a replay takes at a time for previous state and gradients, approximately.
 _CHUNK_BYTES = 64 << 20
 # Optimizers whose update depends only on parameters, state, gradients and values of the groups.
 _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
-
-
-@dataclass(frozen=True)
-class InnerUpdate(Coded):
-    """Everything that an inner optimizer used: ``groups`` holds the plain values of its parameter
-    groups, ``without_gradient`` the numbers of parameters (over all groups) that had none."""
-
-    groups: tuple[Mapping[str, Any], ...]
-    without_gradient: tuple[int, ...]
 
 
 def replay_refusal(optimizer: Any) -> str:
@@ -63,62 +51,9 @@ def replay_refusal(optimizer: Any) -> str:
     return ""
 
 
-def refuse_unreplayable(optimizer: Any) -> None:
-    """Raise UnsupportedState where the same update could give other bytes."""
-    if reason := replay_refusal(optimizer):
-        raise UnsupportedState(
-            f"--deadpool-protection recompute: {reason}; use --deadpool-protection buddy"
-        )
-
-
 def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
     """Return the plain values of each parameter group: learning rate, betas, ..."""
     return tuple(group_values(inner.optimizer.param_groups))
-
-
-def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
-    """Update the live parameters and state in place. ``gradients``: one for each parameter, any
-    device; those of parameters without one are not looked at."""
-    parameters = optimizers.parameters_of(inner)
-    absent = set(update.without_gradient)
-    restore_group_values(inner.optimizer.param_groups, update.groups)
-    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        parameter.grad = None if number in absent else gradient.to(parameter.device)
-    try:
-        _step(without_hooks(inner.optimizer))
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
-
-
-def rehearse(
-    inner: Any,
-    update: InnerUpdate,
-    shard: Part,
-    before: memoryview,
-    gradients: list[Tensor],
-    after: memoryview,
-) -> str:
-    """Replay an update on copies and compare; the first difference in words, empty if there is
-    none. ``before`` and ``after``: bytes of the shard part around the update. Takes about
-    ``_CHUNK_BYTES`` of device memory, or what one parameter needs.
-    """
-    number, groups, absent = 0, group_numbers(inner), set(update.without_gradient)
-    for chunk in chunks(inner):
-        copies = [
-            _copy(inner, number + index, groups[number + index], parameter, shard, before)
-            for index, parameter in enumerate(chunk)
-        ]
-        for copy in copies:
-            if copy.number not in absent:
-                copy.parameter.grad = gradients[copy.number].to(copy.parameter.device)
-        update_copies(inner, update.groups, copies)
-        for copy, parameter in zip(copies, chunk, strict=True):
-            for name, tensor in all_tensors(inner, parameter):
-                if not same_bytes(copy.tensors[name], shard.slice(after, tensor)):
-                    return f"{name or 'parameter'} of parameter {copy.number}"
-        number += len(chunk)
-    return ""
 
 
 @dataclass(frozen=True)
@@ -167,17 +102,6 @@ def update_copies(
     restore_group_values(copied, groups)
     shadow.param_groups = [group for group in copied if group["params"]]
     _step(shadow)
-
-
-def _copy(
-    inner: Any, number: int, group: int, parameter: Tensor, shard: Part, held: memoryview
-) -> ParameterCopy:
-    """Return a parameter and its state as the bytes of the shard part have them."""
-    tensors = {
-        name: shard.slice(held, tensor).to(tensor.device, copy=True)
-        for name, tensor in all_tensors(inner, parameter)
-    }
-    return ParameterCopy(number, group, tensors, optimizers.plain_values(inner, parameter))
 
 
 def _step(adam: Any) -> None:
