@@ -61,9 +61,15 @@ class CheckpointKeeper(Keeper):
         dist.broadcast_object_list(newest, src=0)
         if newest[0] is None:
             return
+        self._load(loop, self._folder / newest[0])
+
+    def _load(self, loop: TrainingLoop, directory: Path) -> None:
         state = state_of(loop)
-        dcp.load(state, checkpoint_id=self._folder / newest[0])
+        dcp.load(state, checkpoint_id=directory)
         put_back(loop, state)
+
+    def _save(self, loop: TrainingLoop, directory: Path) -> None:
+        dcp.save(state_of(loop), checkpoint_id=directory)
 
     def keep(self, loop: TrainingLoop) -> None:
         iteration = loop.counters["iteration"]
@@ -71,7 +77,7 @@ class CheckpointKeeper(Keeper):
             return
         directory = self._folder / f"step-{iteration:07d}"
         if self._group is None:
-            dcp.save(state_of(loop), checkpoint_id=directory)
+            self._save(loop, directory)
         else:
             self.finish()
             self._under_way = dcp.async_save(
@@ -89,6 +95,18 @@ class CheckpointKeeper(Keeper):
         if dist.get_rank() == 0:
             for name in complete(self._folder)[:-_KEPT]:
                 shutil.rmtree(self._folder / name)
+
+
+class ReshardingKeeper(CheckpointKeeper):
+    """Megatron's torch_dist checkpoint, which is DCP's, by names that any number of replicas
+    loads."""
+
+    def _load(self, loop: TrainingLoop, directory: Path) -> None:
+        loop.load_checkpoint(directory)
+
+    def _save(self, loop: TrainingLoop, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        loop.save_checkpoint(directory)
 
 
 def complete(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
     python -m other_systems.nodes NODES STORE LAUNCHER ARGUMENTS OF THE LAUNCHER
 
+NODES is a number, or minimum:maximum for a launcher that continues with fewer, without a spare.
 LAUNCHER is torch.distributed.run or a module with the same flags. STORE is the place of the
 rendezvous: ``apart`` (in this process, as on a host without faults) or ``first`` (in the first
 launcher, if it must have the store itself). The process with the store must not be lost.
@@ -24,18 +25,19 @@ NODE_VARIABLE = "DEADPOOL_BENCH_NODE"
 
 def main(argv: list[str]) -> int:
     """Start all and wait for them: a single node may be killed, all others must end well."""
-    nodes, holder, launcher, arguments = int(argv[0]), argv[1], argv[2], argv[3:]
+    nodes, holder, launcher, arguments = argv[0], argv[1], argv[2], argv[3:]
+    started = int(nodes.partition(":")[2] or int(nodes) + 1)
     port = free_port()
     store = None
     if holder == "apart":
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     command = [
-        *(sys.executable, "-m", launcher, "--nnodes", str(nodes), "--nproc-per-node", "1"),
+        *(sys.executable, "-m", launcher, "--nnodes", nodes),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
         *("--rdzv-id", uuid.uuid4().hex),
     ]
     launchers = []
-    for node in range(nodes + 1):
+    for node in range(started):
         is_host = int(store is None and node == 0)
         # A launcher that reads GROUP_RANK gives the first ranks to the first nodes.
         variables = {NODE_VARIABLE: str(node), "GROUP_RANK": str(node)}

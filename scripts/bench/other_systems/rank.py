@@ -23,9 +23,9 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config_from
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
-from other_systems.keepers import CheckpointKeeper, Keeper
+from other_systems.keepers import CheckpointKeeper, Keeper, ReshardingKeeper
 
-KEEPERS = ("none", "dcp", "dcp-async", "lm-resiliency")
+KEEPERS = ("none", "dcp", "dcp-async", "torch-dist", "lm-resiliency")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainerConfig]:
@@ -48,7 +48,8 @@ def make_keeper(namespace: argparse.Namespace, loop: TrainingLoop) -> Keeper:
         from other_systems.lm_resiliency import ReplicaKeeper
 
         return ReplicaKeeper(loop, namespace.folder, namespace.every)
-    return CheckpointKeeper(namespace.folder, namespace.every, namespace.keeper == "dcp-async")
+    kind = ReshardingKeeper if namespace.keeper == "torch-dist" else CheckpointKeeper
+    return kind(namespace.folder, namespace.every, namespace.keeper == "dcp-async")
 
 
 def reporter(path: Path) -> Callable[[str, Mapping[str, Any]], None]:

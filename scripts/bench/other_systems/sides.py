@@ -126,15 +126,22 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     python = str(python_of(environments, side.peer)) if side.peer else sys.executable
     directory = base / uuid.uuid4().hex
     directory.mkdir()
-    reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
-    reports.touch()
-    plan.write_text(json.dumps([strike(steps, "node" if side.node else "self")]))
-    command = [
-        *_start(side, python, directory),
+    arguments = [
         *("--keeper", side.keeper, "--every", str(side.every), "--folder", str(directory / "kept")),
-        *("--reports", str(reports), "--facts", str(facts)),
         *training_arguments(name, iterations(steps)),
     ]
+    fault = strike(steps, "node" if side.node else "self")
+    return run_launched([*_start(side, python, directory), *arguments], fault, steps, directory)
+
+
+def run_launched(
+    command: Sequence[str], fault: dict[str, object], steps: int, directory: Path
+) -> Run:
+    """Run ``command``, which ends in arguments of rank.py, with a fault. Raises as run_side."""
+    reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
+    reports.touch()
+    plan.write_text(json.dumps([fault]))
+    command = [*command, "--reports", str(reports), "--facts", str(facts)]
     mark = uuid.uuid4().hex
     variables = {
         _MARK: mark,
@@ -179,7 +186,8 @@ def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
     }
     if side.node:
         store = {"torchrun": "apart", "ft_launcher": "first"}[side.start]
-        start = ["other_systems.nodes", str(NODES), store, launchers[side.start]]
+        single = ("--nproc-per-node", "1")
+        start = ["other_systems.nodes", str(NODES), store, launchers[side.start], *single]
     else:
         start = [launchers[side.start], "--standalone", "--nproc-per-node", str(NODES)]
     return [
