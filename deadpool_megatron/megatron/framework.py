@@ -31,6 +31,8 @@ class MegatronFramework(Framework):
 
     def __init__(self, loop: MegatronLoop) -> None:
         optimizer.refuse_unknown_state(loop.optimizer, model_config(loop))
+        if loop.arguments is not None:
+            optimizer.refuse_lossy_saves(loop.optimizer, loop.arguments[0])
         optimizer.complete_state(loop.optimizer)
         self._loop = loop
         self._shard = optimizer.ShardState(loop.optimizer)
@@ -111,6 +113,10 @@ class MegatronFramework(Framework):
             reasons.append("the optimizer keeps plain numbers of each parameter")
         if found.grid.ep > 1 and core.__version__.startswith("0.16."):
             reasons.append("Megatron-LM 0.16 saves random states of experts by data-parallel rank")
+        if optimizer.saves_by_parameter(self._loop.arguments[0]):
+            reasons.append(
+                "--dist-ckpt-optim-fully-reshardable loses state where buckets are padded"
+            )
         return found.fixed(next(filter(None, reasons), ""))
 
     def template(self, layout: RoleLayout) -> StateTemplate:

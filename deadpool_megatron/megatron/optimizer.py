@@ -71,6 +71,30 @@ def is_distributed(inner: Any) -> bool:
     return isinstance(inner, DistributedOptimizer)
 
 
+def refuse_lossy_saves(optimizer: Any, args: Any) -> None:
+    """Raise UnsupportedState where Megatron's own checkpoints lack state, so that a run which
+    falls back to one would train on zeros (core_v0.19.0: get_parameter_state_dp_zero gathers
+    buckets without their padding, which the places of parameters count)."""
+    buffers = [
+        b for each in inner_optimizers(optimizer) if is_distributed(each) for b in each.buffers
+    ]
+    is_padded = any(
+        bucket.grad_data.numel() != bucket.numel_unpadded
+        for buffer in buffers
+        for bucket in buffer.buckets[:-1]
+    )
+    if saves_by_parameter(args) and is_padded:
+        raise UnsupportedState(
+            "--dist-ckpt-optim-fully-reshardable with --save: Megatron-LM writes zeros for some"
+            " optimizer state, as buckets of parameters are padded: leave the flag out"
+        )
+
+
+def saves_by_parameter(args: Any) -> bool:
+    """Return whether checkpoints are written with ``--dist-ckpt-optim-fully-reshardable``."""
+    return bool(args.save) and bool(getattr(args, "dist_ckpt_optim_fully_reshardable", False))
+
+
 def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     """Raise UnsupportedState where state is known to lie outside of parts and extras.
 
