@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,10 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def make_info(
-    args: argparse.Namespace, settings: Settings, restore: Sequence[Restore] = ()
+    args: argparse.Namespace, settings: Settings, restore: Sequence[Restore] = (), first: int = 0
 ) -> RunInfo:
-    """Return the facts of a new run, with a new run id."""
+    """Return the facts of a new run, with a new run id. ``first``: the role of rank 0, if it is
+    that of another run."""
     return RunInfo(
         run_id=secrets.token_hex(4),
         world_size=args.nodes * args.nproc_per_node,
@@ -166,7 +168,7 @@ def make_info(
         spares=args.spares,
         nproc_per_node=args.nproc_per_node,
         command=tuple(args.command),
-        settings=settings,
+        settings=replace(settings, first_role=first or settings.first_role),
         directory=str(Path.cwd()),
         restore=tuple(restore),
     )

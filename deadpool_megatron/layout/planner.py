@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.ranks import SIZE_STEP, rank_of
+from deadpool_megatron.layout.ranks import SIZE_STEP, first_role, rank_of
 from deadpool_megatron.layout.records import Generation, Recipe, Restore, RoleLayout, Seat, Source
 from deadpool_megatron.layout.sizes import Sizes
 
@@ -225,9 +225,10 @@ class PartIndex:
         sizes = self._query.sizes
         if sizes is None:
             return []
-        full, per = sizes.replicas[-1], sizes.ranks_per_replica
-        found = [(SIZE_STEP * (full - each), each * per) for each in reversed(sizes.replicas)]
-        return [(first, count) for first, count in found if count != len(self._query.roles)]
+        roles, per = self._query.roles, sizes.ranks_per_replica
+        end = first_role(min(roles)) + SIZE_STEP * (len(roles) // per)
+        found = [(end - SIZE_STEP * each, each * per) for each in reversed(sizes.replicas)]
+        return [(first, count) for first, count in found if count != len(roles)]
 
     def _are_divisible(self, roles: Iterable[int]) -> bool:
         return all(self._layouts[role].shard_map.nbytes for role in roles)

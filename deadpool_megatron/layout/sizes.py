@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from deadpool_megatron.layout.grid import Grid
+from deadpool_megatron.layout.ranks import SIZE_STEP
 from deadpool_megatron.settings import SchemeKind
 from deadpool_megatron.wire.forms import Coded
 
@@ -26,6 +27,12 @@ class Sizes(Coded):
     replicas: tuple[int, ...]
     reason: str = ""
     grid: Grid = field(default_factory=Grid)
+
+    def roles(self, count: int, first: int) -> range:
+        """Return the roles of a run of ``count`` roles: each size has numbers of its own.
+        ``first``: the role of rank 0 at full size."""
+        begin = first + (self.replicas[-1] - count // self.ranks_per_replica) * SIZE_STEP
+        return range(begin, begin + count)
 
     def fixed(self, reason: str) -> Sizes:
         """Return the same with the full number alone, unless ``reason`` is empty."""

@@ -62,7 +62,6 @@ _REPORTED_KINDS = {
 }
 _SAMPLE_SECONDS = 5.0
 _LEAVE_SECONDS = 120.0
-_LEG_SECONDS = 3600.0
 
 
 class SoakError(Exception):
@@ -98,7 +97,7 @@ class Round:
     variant: int
     arguments: str
     info: RunInfo | None = None
-    hashes: dict[tuple[int, int], str] = field(default_factory=dict)
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     decided: list[Event] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
     newest: int = 0
@@ -137,11 +136,12 @@ class Round:
         elif event.kind is Kind.STALE_DIVERGENCE:
             raise SoakError(f"a replayed iteration gave other numbers: {dict(event.data)}")
         elif event.kind is Kind.STATE_HASH:
-            self.hashes[event.role or 0, event.iteration or 0] = str(event.data["sha256"])
+            states = self.hashes.setdefault(str(event.iteration), {})
+            states[str(event.role)] = str(event.data["sha256"])
         elif event.kind is Kind.EPOCH_DECIDED:
             self.decided.append(event)
             again = event.data.get("forgotten_from", self.newest + 1)
-            self.hashes = {key: found for key, found in self.hashes.items() if key[1] < again}
+            self.hashes = {key: states for key, states in self.hashes.items() if int(key) < again}
 
     def _sample(self) -> None:
         seconds = time.monotonic() - self.began
@@ -347,7 +347,7 @@ def compare(round_: Round) -> None:
     per_replica = nodes * members // replicas
     round_.sizes = list(lengths(round_.decided, round_.newest, replicas, per_replica))
     with tempfile.TemporaryDirectory(prefix="deadpool-soak-plain-") as name:
-        legs = trainer_legs(round_.arguments, round_.sizes, Path(name), _LEG_SECONDS)
+        legs = trainer_legs(round_.arguments, round_.sizes, Path(name))
         for (ranks, _), leg in zip(round_.sizes, legs, strict=True):
             first_role = (replicas - ranks // per_replica) * SIZE_STEP
             other, compared = differing(leg, round_.hashes, first_role)

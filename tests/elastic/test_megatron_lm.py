@@ -1,63 +1,73 @@
-"""pretrain_gpt.py continues with fewer model replicas, and with all of them again."""
+"""pretrain_gpt.py continues with fewer model replicas, and with all of them again.
+
+array.toml has the features of these runs. With DEADPOOL_TEST_ELASTIC=all their whole product runs.
+"""
+
+import itertools
+import os
+import tomllib
+from collections import ChainMap
+from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.layout.ranks import SIZE_STEP
 from tests.elastic.harness.runs import megatron_lm_job, run_elastic
 from tests.faults.harness import jobs
-from tests.megatron_lm.harness.arguments import MOE
-from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 from tests.megatron_lm.harness.runs import held_tree
 
-NEWEST = pytest.mark.skipif(TAG != "core_v0.19.0", reason="elastic runs were tried on 0.19 only")
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.slow,
-    pytest.mark.full,
-    needs_megatron_lm,
-    NEWEST,
-]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
+
+def pairs(row):
+    return set(itertools.combinations(row, 2))
+
+
+FEATURES = tomllib.loads(Path(__file__).with_name("array.toml").read_text())
+NEVER, ROWS = (set(map(tuple, FEATURES.pop(name))) for name in ("never", "rows"))
+PRODUCT = {r for r in itertools.product(*FEATURES.values()) if not pairs(r) & NEVER}
 FIRST = jobs.dies("first", "forward", 1, 5)
-FP16 = {"bf16": None, "fp16": True, "initial_loss_scale": 2.0**21, "hysteresis": 1}
-EVALUATION = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1, "global_batch_size": 12}
-# Name: flags, model replicas, nodes, members of each; faults; the numbers of replicas then.
-CASES = {
-    "dp4": ({}, 4, 4, 1, [FIRST], [4, 3]),
-    "pp2 x dp3": ({"pipeline_model_parallel_size": 2}, 3, 3, 2, [FIRST], [3, 2]),
-    "tp2 x dp2": ({"tensor_model_parallel_size": 2}, 2, 2, 2, [FIRST], [2, 1]),
-    "ep2 x dp4": (MOE, 4, 4, 1, [FIRST], [4, 2]),
-    "whole optimizer": (
-        {"use_distributed_optimizer": None, "dist_ckpt_optim_fully_reshardable": None},
-        4,
-        4,
-        1,
-        [FIRST],
-        [4, 3],
-    ),
-    "two instances": (
-        {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
-        *(4, 4, 1, [FIRST], [4, 2]),
-    ),
-    "overlaps": (
-        {"overlap_grad_reduce": True, "overlap_param_gather": True},
-        *(4, 4, 1, [FIRST], [4, 3]),
-    ),
-    "fp16, updates skipped": (FP16, 4, 4, 1, [jobs.dies("first", "gate", 1, 6)], [4, 3]),
-    "evaluation": (EVALUATION, 4, 4, 1, [jobs.dies("first", "evaluation.begin", 1, 4)], [4, 3]),
-    "two losses": (
-        {},
-        *(4, 4, 1, [FIRST, jobs.dies("second", "forward", SIZE_STEP, 7)], [4, 3, 2]),
-    ),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_continues_as_stock_at_that_size(tmp_path, name):
-    flags, replicas, nodes, members, plan, wanted = CASES[name]
-    job = megatron_lm_job({"train_iters": 10, **flags}, replicas, nodes, members, every=1)
-    outcome, sizes = run_elastic(tmp_path / "run", job, plan)
-    assert sizes == wanted, outcome.story()
+def test_rows_cover_all_pairs():
+    assert set().union(*map(pairs, ROWS)) == set().union(*map(pairs, PRODUCT))
+
+
+@pytest.mark.parametrize(
+    "row",
+    sorted(PRODUCT if os.environ.get("DEADPOOL_TEST_ELASTIC") == "all" else ROWS),
+    ids="-".join,
+)
+def test_shrinks_as_stock_with_all_features(tmp_path, row):
+    tag, layout, optimizer, _, _, protection, restore, evaluation, death = row
+    if (tree := checkout(tag)) is None:
+        pytest.skip(f"no checkout of {tag}")
+    chosen = (each[name] for each, name in zip(FEATURES.values(), row, strict=True))
+    flags = dict(ChainMap({"train_iters": 10}, *chosen))
+    members = 2 if layout in {"pp2", "tp2"} else 1
+    away = 1 if layout == "pp2" else 2  # from a node to that which has its copies
+    node = 0 if death == "coordinator" else 3 - away
+    lost = [node, node + away] if restore == "checkpoint" else [node]
+    replicas = 3 if members == 2 and optimizer != "instances" and len(lost) == 1 else 4
+    small = 2 if layout == "ep2" or optimizer == "instances" else replicas - len(lost)
+    point = "evaluation.begin" if evaluation == "evaluated" else "forward"
+    plan = [jobs.dies("first", point, node * members, 6, nodes=lost)]
+    if death == "member":
+        role = (replicas - small) * SIZE_STEP + 1
+        plan += [jobs.dies("second", "optimizer.updated", role, 8, target="self")]
+    job = megatron_lm_job(flags, replicas, replicas, members, every=2, checkout=tree)
+    settings = f"--deadpool-protection {protection}"
+    outcome, sizes = run_elastic(tmp_path / "run", job, plan, settings=settings)
+    assert sizes == [replicas, small], outcome.story()
+    kinds = ["initial", "durable" if restore == "checkpoint" else "memory"]
+    assert jobs.restart_kinds(outcome)[:2] == kinds, outcome.story()
+
+
+def test_last_replica_trains_as_stock(tmp_path):
+    job = megatron_lm_job({"train_iters": 10, "tensor_model_parallel_size": 2}, 2, 2, members=2)
+    outcome, sizes = run_elastic(tmp_path / "run", job, [FIRST])
+    assert sizes == [2, 1], outcome.story()
 
 
 @pytest.mark.parametrize("losses", [1, 2])

@@ -2,11 +2,12 @@
 
 import pytest
 
+from deadpool_megatron import cli
 from deadpool_megatron.cluster.run_directory.cleanup import end_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.ranks import SIZE_STEP
-from tests.elastic.harness.runs import ELASTIC, compare, run_elastic, trainer_job
+from tests.elastic.harness.runs import ELASTIC, compare, lengths, run_elastic, trainer_job
 from tests.faults.harness import jobs
 from tests.faults.harness.layouts import DISTRIBUTED, PIPELINE
 from tests.faults.test_restart import take_all_down
@@ -114,3 +115,37 @@ def test_resume_with_fewer_nodes_trains_as_stock(tmp_path):
     first, second = after.legs([(6, 4), (4, 8)], tmp_path)
     assert [leg.steps[0]["iteration"] for leg in (first, second)] == [1, 5]
     compare(outcome, after, second, 4, 8)
+
+
+@FULL
+def test_dump_of_the_smaller_size_continues_as_stock(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / f"{name}.grown").touch()
+    old, new = (trainer_job(DISTRIBUTED, count, 24, nodes=count, every=99) for count in (4, 3))
+    stop = ("stop", "--dump", str(tmp_path / "old"))
+    strike = {"when_stepping": (7, lambda: cli.main(stop)), "settings": ELASTIC}
+    before = jobs.run_program(tmp_path / "old", old.program, [FIRST], **strike)
+    assert before.status == 75, before.story()
+    resume = {"arguments": ("--resume", str(tmp_path / "old")), "settings": ELASTIC}
+    second = jobs.dies("second", "backward", SMALL + 1, 22)
+    outcome = jobs.run_program(tmp_path / "new", new.program, [second], **resume)
+    assert outcome.status == 0, outcome.story()
+    runs = ((run.of_kind(Kind.EPOCH_DECIDED), run.final["iterations"]) for run in (before, outcome))
+    first, ((_, last), end) = (lengths(*run, 4, 1) for run in runs)
+    *_, third, fourth = old.legs([*first, (3, last), end], tmp_path)
+    compare(outcome, old, third, 3, last)
+    compare(outcome, old, fourth, *end)
+
+
+@FULL
+def test_resume_of_a_run_that_ended_in_a_change_continues_at_the_former_size(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / f"{name}.grown").touch()
+    job = trainer_job(DISTRIBUTED, 4, 12, nodes=4, every=99)
+    all_die = jobs.dies("all", "recovery.restore", SMALL, when_epoch=2, nodes=[0, 1, 3])
+    jobs.run_program(tmp_path / "old", job.program, [FIRST, all_die], settings=ELASTIC)
+    resume = ("--resume", str(tmp_path / "old"))
+    outcome = jobs.run_program(tmp_path / "new", job.program, settings=ELASTIC, arguments=resume)
+    assert outcome.status == 0, outcome.story()
+    _, second = job.legs([(4, 4), (4, 12)], tmp_path)
+    compare(outcome, job, second, 4, 12)

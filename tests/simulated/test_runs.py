@@ -37,11 +37,13 @@ def test_small_runs_keep_the_rules_under_hazards(group):
 
 
 @pytest.mark.slow
-def test_months_of_64_nodes_keep_the_rules():
-    months = Months(commit(), Shape(64, 2))
+@pytest.mark.parametrize("shape", [Shape(64, 2), Shape(64, 0, is_elastic=True)])
+def test_months_of_64_nodes_keep_the_rules(shape):
+    months = Months(commit(), shape)
     months.run(300)
     print(f"300 days, {months.recoveries} recoveries, {months.ends.total()} jobs ended")
     assert months.recoveries > 60
+    assert not (shape.is_elastic and months.ends), "it continues with fewer"
 
 
 def test_a_run_whose_only_iteration_cannot_be_written_keeps_it_in_memory():

@@ -11,7 +11,6 @@ from tests.megatron_lm.harness.checkout import TAG, TAGS, UNTAGGED, checkout, ne
 from tests.megatron_lm.harness.parsing import in_checkout
 
 VERSION = "0.16.1"
-TRAIN = "megatron.training.training"
 
 
 #: by tag: what its package_info.py says, and what the package index calls its newest releases

@@ -245,7 +245,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             keep_single_threaded()  # the search for the user's module may import its packages
         preconditions.check_command(args.command)
         scripts.adopt(args)
-    communicator, restore = arguments.communicator_in(args), list[Restore]()
+    communicator, resumed = arguments.communicator_in(args), (list[Restore](), 0)
     if not args.check_only:
         nproc = args.nproc_per_node
         communicator = preconditions.choose_communicator(communicator, 1, nproc, os.environ)
@@ -255,8 +255,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if args.resume is not None:
         agents = args.nodes + args.spares  # spares report, too
         peers = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
-        restore = resume.resume_point(RunDirectory(args.resume), args, peers)
-    info = replace(common.make_info(args, settings, restore), check_only=args.check_only)
+        resumed = resume.resume_point(RunDirectory(args.resume), args, peers)
+    info = replace(common.make_info(args, settings, *resumed), check_only=args.check_only)
     preconditions.check_sizes(info)
     preconditions.read_domains(settings)
     run.make()

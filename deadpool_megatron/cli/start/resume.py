@@ -59,10 +59,11 @@ class PeerAgents:
 
 def resume_point(
     old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
-) -> list[Restore]:
+) -> tuple[list[Restore], int]:
     """Return the states from which a new run continues an earlier run, best first: the newest
     complete generation in its dumps (with its memory on this host and on the hosts of ``peers``) if
-    that is newer than its checkpoints, then these. Print the choice.
+    that is newer than its checkpoints, then these. Print the choice. Also return the new run's
+    first role: dumps have the numbers of roles with which they were written.
 
     A run of another number of roles continues from a checkpoint, which Megatron reshards. Raises
     CommandError if there is no such state.
@@ -70,8 +71,7 @@ def resume_point(
     info = old.read_run()
     refuse_while_training(old, info, "--resume")
     roles = args.nodes * args.nproc_per_node
-    history, known = History(), [*range(info.world_size)]
-    dump, reasons = None, list[str]()
+    history, known, dump, reasons = History(), [*range(info.world_size)], None, list[str]()
     try:
         if (record := last_record(old)) is not None:
             history, known = record.history, sorted(record.seats)
@@ -80,9 +80,15 @@ def resume_point(
         reasons = [str(error)]
     else:
         dump, reasons = _newest_dump(old, info, known, history.kept, peers)
+        if len(known) != roles and history.sizes is not None:
+            # A run that ended while it changed its size may have left newer state of the former.
+            others = [*history.sizes.roles(roles, info.settings.first_role)]
+            other, _ = newest_whole(old.dump, others, history.kept)
+            if other and (dump is None or other.generation.iteration > dump.generation.iteration):
+                known, dump, reasons = others, other, []
     durable, problems = saved_states(old, info, known, history)
     if len(known) != roles:
-        return _for_other_roles(old, len(known), roles, dump, durable)
+        return _for_other_roles(old, len(known), roles, dump, durable), 0
     if dump is None and not durable:
         text = "; ".join([*problems, *reasons[:3]])
         state = "has no durable state"
@@ -95,16 +101,15 @@ def resume_point(
     if dump is not None and (
         not durable or dump.generation.iteration > durable[0].generation.iteration
     ):
-        generation = f"{dump.generation.lineage}:{dump.generation.iteration}"
-        more = text and f"; {text}"
-        print(f"continues from generation {generation} in the dump {dump.path}{more}", flush=True)
-        return [run_files.identified(dump), *durable]
+        where = f"{dump.generation.lineage}:{dump.generation.iteration} in the dump {dump.path}"
+        print(f"continues from generation {where}{text and f'; {text}'}", flush=True)
+        return [run_files.identified(dump), *durable], known[0]
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     choice = f"continues from the {kind} {durable[0].path} of iteration"
     if durable[0].kind == "initial":
         choice = "that run had computed nothing: begins at iteration"
     print(f"{choice} {durable[0].generation.iteration}{text and f': {text}'}", flush=True)
-    return durable
+    return durable, known[0]
 
 
 def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:

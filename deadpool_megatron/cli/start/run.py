@@ -101,8 +101,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if restart is not None:
         info = restart.info
     else:
-        restore = [] if args.resume is None else resume_point(RunDirectory(args.resume), args)
-        info = common.make_info(args, settings, restore)
+        resumed = ([], 0) if args.resume is None else resume_point(RunDirectory(args.resume), args)
+        info = common.make_info(args, settings, *resumed)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     preconditions.check_sizes(info)
     preconditions.check_host_not_quarantined(directory, info)

@@ -16,7 +16,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
-from deadpool_megatron.layout.ranks import SIZE_STEP
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 
@@ -44,11 +43,9 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
 
 
 def roles_of(core: Core, count: int) -> range:
-    """Return the roles of a run of ``count`` roles: each size has numbers of its own."""
-    sizes, missing = core.state.memory.sizes, core.config.world_size - count
-    begin = 0 if sizes is None else missing // sizes.ranks_per_replica * SIZE_STEP
-    begin += core.settings.first_role
-    return range(begin, begin + count)
+    """Return the roles of a run of ``count`` roles."""
+    sizes, first = core.state.memory.sizes, core.settings.first_role
+    return range(first, first + count) if sizes is None else sizes.roles(count, first)
 
 
 # Checkpoints.

@@ -14,16 +14,6 @@ SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 RUN_ID = secrets.token_hex(4)
 
 
-def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SCRIPT) -> list[str]:
-    size = ["--nodes", str(nodes), "--nproc-per-node", "1", "--preload", ""]
-    return ["run", *size, "--run-dir", str(directory), *more, "--", *command.split()]
-
-
-def agent_arguments(directory: Path, *more: str) -> list[str]:
-    size = ["--nodes", "2", "--nproc-per-node", "1", "--preload", "", "--node-id", "0"]
-    return ["agent", *size, "--run-dir", str(directory), *more, "--", SCRIPT]
-
-
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
     brief = Settings(close_seconds=0.2)

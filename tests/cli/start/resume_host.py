@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ class Host:
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.old, self.new = RunDirectory(directory / "old"), RunDirectory(directory / "new")
         self.old.create(INFO)
-        self.looks, self.pauses = 0, 0
+        self.looks, self.pauses, self.dumped = 0, 0, [0, 1, 1_000_000]
         self.others = PeerAgents(self.new, 2, 0, 60.0)
         self.args = argparse.Namespace(nodes=2, nproc_per_node=1)
         self.saved = directory / "checkpoint"
@@ -46,11 +47,14 @@ class Host:
         return EpochRecord(2, seats, {}, self.state("initial", 0), history=history)
 
     def resumes(self, others: PeerAgents | None = None) -> list[str]:
-        found = resume_point(self.old, self.args, others)
-        return [f"{one.kind} {one.generation.iteration} {Path(one.path).name}" for one in found]
+        found, first = resume_point(self.old, self.args, others)
+        roles = f", roles from {first}" if first else ""
+        return [f"{s.kind} {s.generation.iteration} {Path(s.path).name}{roles}" for s in found]
 
-    def _look(self, *_: object) -> tuple[Restore | None, list[str]]:
+    def _look(self, _: Path, roles: Collection[int], *__: object) -> Any:
         self.looks += 1
+        if not set(roles) <= set(self.dumped):
+            return None, [f"generation 1:7 lacks role {min(roles)}"]
         whole = Restore("dump", Generation(1, 7), path="dump/1-7")
         return (whole, []) if self.pauses else (None, ["generation 1:7 lacks role 1"])
 

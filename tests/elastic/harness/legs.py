@@ -14,10 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.megatron_lm.harness.ranks import three_runs
-from tests.megatron_lm.harness.runs import tree
 from tests.trainer.layouts import Facts, make_loop
-from tests.trainer.ranks import RANK_SECONDS, run_ranks
+from tests.trainer.ranks import run_ranks
 
+LEG_SECONDS = 3600.0  # in a soak
 Lengths = Sequence[tuple[int, int]]
 
 
@@ -33,15 +33,13 @@ class Leg:
     samples: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def trainer_legs(
-    arguments: str, lengths: Lengths, folder: Path, seconds: float = RANK_SECONDS
-) -> Iterator[Leg]:
-    """Train the embedded trainer. ``seconds``: limit for a leg."""
+def trainer_legs(arguments: str, lengths: Lengths, folder: Path) -> Iterator[Leg]:
+    """Train the embedded trainer."""
     before = None
     for number, (ranks, last) in enumerate(lengths):
         leg = Leg(folder / f"leg{number}")
-        given = (arguments, before, last, leg.saves)
-        for emitted, hashes, samples in run_ranks(ranks, _train, *given, seconds=seconds):
+        results = run_ranks(ranks, _train, arguments, before, last, leg.saves, seconds=LEG_SECONDS)
+        for emitted, hashes, samples in results:
             leg.steps += emitted
             leg.hashes.append(hashes)
             for iteration, digests in samples.items():
@@ -50,9 +48,11 @@ def trainer_legs(
         yield leg
 
 
-def megatron_lm_legs(flags: Mapping[str, object], lengths: Lengths, folder: Path) -> Iterator[Leg]:
+def megatron_lm_legs(
+    checkout: Path, flags: Mapping[str, object], lengths: Lengths, folder: Path
+) -> Iterator[Leg]:
     """Train pretrain_gpt.py of stock Megatron-LM."""
-    results = three_runs(tree(), folder, flags, lengths)
+    results = three_runs(checkout, folder, flags, lengths)
     for (_, last), (ranks, saves) in zip(lengths, results, strict=True):
         # The first rank with losses: the reporting rank is among them.
         rank = next(rank for rank in ranks if rank.losses)

@@ -14,7 +14,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.ranks import SIZE_STEP, rank_of
 from tests.elastic.harness.legs import Leg, Lengths, megatron_lm_legs, trainer_legs
 from tests.faults.harness import jobs
-from tests.megatron_lm.harness.runs import gpt
+from tests.megatron_lm.harness.runs import gpt, tree
 from tests.persist.harness.checkpoints import contents, differences
 
 ELASTIC = "--deadpool-elastic on --deadpool-elastic-wait 0.1 --deadpool-set settle-seconds=1"
@@ -58,13 +58,17 @@ def megatron_lm_job(
     nodes: int,
     members: int = 1,
     every: int = 1,
+    checkout: Path | None = None,
     within: Path | None = None,
 ) -> Job:
-    """pretrain_gpt.py with a checkpoint after each ``every`` iterations. ``within``: another tree
-    than the checkout."""
+    """pretrain_gpt.py with a checkpoint after each ``every`` iterations. ``checkout``: another than
+    that of all tests; ``within``: a tree made of it."""
+    checkout = checkout or tree()
     flags = {"global_batch_size": 12, "bf16": True, "use_distributed_optimizer": True, **flags}
-    program = gpt(nodes, within, **{**flags, "save": "{run}/saves", "save_interval": every})
-    legs = functools.partial(megatron_lm_legs, flags)
+    program = gpt(
+        nodes, within or checkout, **{**flags, "save": "{run}/saves", "save_interval": every}
+    )
+    legs = functools.partial(megatron_lm_legs, checkout, flags)
     return Job(replace(program, members_per_node=members), replicas, legs)
 
 
@@ -91,9 +95,7 @@ def run_elastic(
     assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
     decided, last = outcome.of_kind(Kind.EPOCH_DECIDED), outcome.final["iterations"]
     found = lengths(decided, last, job.replicas, job.ranks_per_replica)
-    folder = directory.with_name("stock")
-    folder.mkdir()
-    for (ranks, last), leg in zip(found, job.legs(found, folder), strict=True):
+    for (ranks, last), leg in zip(found, job.legs(found, directory.parent), strict=True):
         compare(outcome, job, leg, ranks, last)
     return outcome, [ranks // job.ranks_per_replica for ranks, _ in found]
 
@@ -129,17 +131,17 @@ def lengths(decided: Iterable[Event], last: int, replicas: int, per_replica: int
 
 
 def differing(
-    leg: Leg, hashes: Mapping[tuple[int, int], str], first_role: int
+    leg: Leg, hashes: Mapping[str, Mapping[str, str]], first_role: int
 ) -> tuple[list[tuple[int, int]], int]:
     """Return (role, iteration) of each state of a run that is not that of the leg, and how many
-    were compared. ``hashes``: of the run, by role and iteration."""
-    wanted = {
-        (first_role + rank, iteration): state
-        for rank, states in enumerate(leg.hashes)
-        for iteration, state in states.items()
+    were compared. ``hashes``: of the run, by iteration and role."""
+    found = {
+        (role, iteration): states[iteration] == own
+        for role, states in enumerate(leg.hashes, first_role)
+        for iteration in states
+        if (own := hashes.get(str(iteration), {}).get(str(role)))
     }
-    both = wanted.keys() & hashes.keys()
-    return sorted(key for key in both if wanted[key] != hashes[key]), len(both)
+    return [key for key, is_equal in found.items() if not is_equal], len(found)
 
 
 def compare(outcome: jobs.Outcome, job: Job, leg: Leg, ranks: int, last: int) -> None:
@@ -150,12 +152,7 @@ def compare(outcome: jobs.Outcome, job: Job, leg: Leg, ranks: int, last: int) ->
         wanted = [step[name] for name in _NUMBERS]
         assert own[step["iteration"]] == wanted, (where, step, outcome.story())
     first = (job.replicas - ranks // job.ranks_per_replica) * SIZE_STEP
-    hashes = {
-        (int(role), int(iteration)): state
-        for iteration, states in outcome.final["hashes"].items()
-        for role, state in states.items()
-    }
-    other, compared = differing(leg, hashes, first)
+    other, compared = differing(leg, outcome.final["hashes"], first)
     assert not other, (where, other)
     assert compared >= min(1, len(leg.hashes)) * ranks, where
     saved = outcome.directory / "saves" / f"iter_{last:07d}"
