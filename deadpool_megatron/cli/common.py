@@ -289,6 +289,7 @@ def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("coordinator", f"term {term['term']} at {term['host']}:{term['port']}{node}"),
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
     ]
+    found += [("size", seen.replicas)] if seen.replicas else []
     if status["epoch"] and seen.state is not State.OVER:
         found.append(("lost if a node fails now (RPO)", f"{seen.at_risk()}{about}"))
     requests = map(Request.from_dict, status["requests"])

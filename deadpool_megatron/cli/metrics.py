@@ -222,6 +222,8 @@ def _status_metrics(view: View, status: Mapping[str, Any]) -> Iterator[Metric]:
     memory = {node: facts["vault"].get("bytes") for node, facts in nodes.items()}
     yield _family("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
+    for present in status["model_replicas"][:1]:
+        yield _gauge("model_replicas", "Data-parallel replicas of the model that train.", present)
     yield _family("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
     yield _family("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
     text = "Events that cannot be written to the run directory, and wait in memory."

@@ -169,8 +169,10 @@ def _describe_time(seen: View) -> list[str]:
     whole = sum(spent.values())
     rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
     until = "the last event" if seen.until is None else "now"
+    lines = [f"{size} for {seconds(spent)} s" for size, spent in seen.story.replicas(seen.until)]
     title = f"Node time by use, until {until}: goodput {goodput:.1%} of those with roles"
-    return ["", title, *table(["use", "seconds", "part"], rows)]
+    sizes = ["", f"Model replicas in turn: {', '.join(lines)}"] if lines else []
+    return [*sizes, "", title, *table(["use", "seconds", "part"], rows)]
 
 
 def _describe_protection(seen: View) -> list[str]:
@@ -246,6 +248,7 @@ def to_dict(directory: Path, seen: View) -> dict[str, Any]:
         "late": story.late,
         "durable": [event.data.get("path") for event in story.kept[Kind.DURABLE]],
         "node_seconds": {use.value: spent for use, spent in story.account.uses(seen.until).items()},
+        "model_replicas": story.replicas(seen.until),
         "goodput": story.goodput(seen.until),
     }
 

@@ -127,6 +127,8 @@ class Account:
                     self.newest_step = min(self.newest_step, kept)
             case Kind.EPOCH_OPENED:
                 self._open(at, event.data.get("phases", {}))
+                for node, stay in self.stays.items() if "spares" in event.data else ():
+                    stay.is_spare = node in event.data["spares"]
             case Kind.RECOVERED:
                 self._continue(at, event)
             case Kind.WAITING_FOR_SPARE if self.closed_at:
@@ -236,6 +238,3 @@ class Account:
         new = 0.0 if self.first_is_new is False else 1.0 / (again + 1)
         self._settle(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
         self.is_replaying = False
-        for _old, seat in event.data.get("seats_changed", {}).values():
-            if int(seat[0]) in self.stays:
-                self.stays[int(seat[0])].is_spare = False

@@ -11,7 +11,7 @@ from deadpool_megatron.failures import MEANINGS, FailureKind, describe_kind, pro
 from deadpool_megatron.layout.descriptions import in_short
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.steps import decimal
-from deadpool_megatron.observe.story import Interruption, Story
+from deadpool_megatron.observe.story import Interruption, Story, by_rank
 
 # A shorter time between the begin of a failure and its discovery is not shown.
 _NOTICED_SECONDS = 1.0
@@ -20,6 +20,7 @@ _SHOWN_FRAMES = 4
 # Kinds of event with a fixed text, with places for the values of an event, and its style.
 _PLAIN = {
     Kind.NODE_JOINED: ("node {node} joined", ""),
+    Kind.SIZE: ("{to} model replicas train now, {from} before: {why}", "bold yellow"),
     Kind.VAULT_LOST: (
         "vault of node {node} lost: {cause}; it is started again on its slots",
         "yellow",
@@ -69,6 +70,7 @@ class Narrator:
         """Fold an event; return the lines to read now. Raises as in :data:`events.DAMAGE` for a
         damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
+        event = by_rank(event)
         if event.kind is Kind.EPOCH_DECIDED:
             self._restored = int(event.data.get("generation", (0, 0))[1])
         # Known events arrive again at a coordinator that took over, and any event of its start.

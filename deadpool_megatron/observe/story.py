@@ -139,9 +139,15 @@ class Interruption:
         self.steps_recomputed = None if again is None else int(again)
         self.exposed_seconds = max(self.exposed_seconds, float(exposed or 0.0))
         self.seats_changed = {
-            int(role): (old, new) for role, (old, new) in values.get("seats_changed", {}).items()
+            rank_of(int(role)): (old, new)
+            for role, (old, new) in values.get("seats_changed", {}).items()
         }
         self.is_over = True
+
+
+def by_rank(event: Event) -> Event:
+    """Return the event with the rank of its role in place of the number, for people."""
+    return replace(event, role=rank_of(event.role)) if event.role else event
 
 
 class Story:
@@ -164,8 +170,10 @@ class Story:
         self.steps, self._max_steps = StepTable(max_steps), max_steps
         self.evaluations: dict[int, str] = {}  # iteration -> loss
         self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # rank -> sha256
-        # Iterations from which on the run has another number of roles; ascending.
+        # Iterations from which on the run has another number of roles, ascending; and changes of
+        # the number of model replicas: wall clock, numbers before and after.
         self.sizes: dict[int, int] = {}
+        self.changes: list[tuple[float, int, int]] = []
         self.account = Account()
         self.failures: list[Interruption] = []
         # Waits at the gate: seconds over all roles, by epoch and iteration (only the newest if not
@@ -197,6 +205,7 @@ class Story:
 
     def take(self, event: Event) -> None:
         """Take in an event; a damaged event raises an error of :data:`events.DAMAGE`."""
+        event = by_rank(event)
         self.account.take(event)
         last_seen, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
         if event.kind is not Kind.LOG:  # which may have the date of another clock
@@ -285,6 +294,14 @@ class Story:
         """Return :meth:`Account.goodput` once there is a step."""
         return self.account.goodput(now) if len(self.steps) else None
 
+    def replicas(self, now: float | None) -> list[tuple[int, float]]:
+        """Return the numbers of model replicas in turn, and for how many seconds the run had each:
+        until ``now`` (wall clock), or the newest event. Empty where the number never changed."""
+        ends = [(at, size) for at, size, _ in self.changes]
+        ends += [(now or self.last_wall, size) for _, _, size in self.changes[-1:]]
+        began = [self.started_at or 0.0, *(at for at, _ in ends)]
+        return [(size, end - begin) for begin, (end, size) in zip(began, ends, strict=False)]
+
     def pace(self) -> float | None:
         """Return the usual seconds of the newest steps; None before there are any."""
         recent = self.step_seconds(RECENT_STEPS)
@@ -350,7 +367,7 @@ class Story:
                 # State that is restored at another size belongs to an iteration of the last size.
                 if (iteration := event.iteration or 0) >= max(self.sizes, default=0):
                     found = self.hashes.setdefault(iteration, {})
-                    found.setdefault(rank_of(event.role), str(data["sha256"]))
+                    found.setdefault(event.role, str(data["sha256"]))
             case Kind.WAITING_FOR_SPARE:
                 float(data["limit_seconds"])  # raises here, not in a view
                 self.waiting = event
@@ -366,6 +383,9 @@ class Story:
                 self._wait(event)
             case Kind.DRAIN if event.node is not None:
                 self.drained.add(event.node)
+            case Kind.SIZE:
+                sizes = int(data["from"]), int(data["to"])
+                self.changes.append((event.wall_seconds, *sizes))
             case Kind.AUDITED:
                 self.audits.append(float(data["seconds"]))
             case Kind.SLOW_NODE:

@@ -104,6 +104,12 @@ class View:
         return list(self.status["fewer_copies"])
 
     @property
+    def replicas(self) -> str:
+        """The present and the full number of model replicas; empty if there is one number only."""
+        found = [] if self.status is None else self.status["model_replicas"]
+        return f"{found[0]} of {found[1]} model replicas" if found else ""
+
+    @property
     def max_lost(self) -> float | None:
         """The largest number of iterations that the loss of a node costs, perhaps infinite; None if
         unknown."""
@@ -232,6 +238,7 @@ def _facts(seen: View) -> dict[str, Any]:
         "trains": ", training continues" if seen.state is State.RUNNING else "",
         "fewer": count(len(status["fewer_copies"]), "role"),
         "slow": count(len(status["slow"]), "slow node"),
+        "replicas": seen.replicas,
     }
 
 
@@ -247,6 +254,8 @@ def _troubles(seen: View) -> Iterator[str]:
     uses = {status["nodes"][str(node)]["use"] for node in status["spares"]}
     if story.wanted[1] and NodeUse.SPARE not in uses:
         yield "drained" if uses else "no spare"
+    if len({*status["model_replicas"]}) > 1:
+        yield "smaller"
     yield from ["fewer"] * bool(status["fewer_copies"]) + ["slow"] * bool(status["slow"])
 
 

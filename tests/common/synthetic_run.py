@@ -108,7 +108,7 @@ def recovery_events(iteration: int, killed: float) -> Iterator[Event]:
             end = ends[phase] - 0.0005 * role
             yield Event(Kind.PHASE, 2, role // 2 or 4, role, None, phase, data, end)
     opened = {name: PHASES[name] for name in ("adopt", "rebuild", "restore")}
-    yield event(Kind.EPOCH_OPENED, 2, "restore", {"phases": opened})
+    yield event(Kind.EPOCH_OPENED, 2, "restore", {"phases": opened, "spares": []})
     yield event(Kind.RECOVERED, 2, "replay", recovery_facts(iteration))
 
 
@@ -187,6 +187,7 @@ def status_of(nodes: int, roles: int, now: float = 0.0) -> dict[str, Any]:
         "rpo": {"most_lost": 1, "most_lost_seconds": None, "wanted": ""},
         "export": {"now": {}, "last": {}},
         "failing": {},
+        "model_replicas": [],
         "spares": [nodes, nodes + 1],
         "slow": {},
         "fewer_copies": [3],

@@ -106,6 +106,9 @@ class Synthetic:
     def lose_spares(self) -> None:
         self.set(spares=[])
 
+    def lose_replica(self) -> None:
+        self.set(model_replicas=[7, 8])
+
     def stand_still(self) -> None:
         self.now += 95.0
 
@@ -284,6 +287,7 @@ def test_all_views_agree(acts, end, skew):
         (("fill_disk", "step"), State.RUNNING, "wait", "make room"),
         (("lose_copy",), State.RUNNING, "wait", ""),
         (("lose_spares",), State.RUNNING, "wait", "--attach"),
+        (("lose_replica",), State.RUNNING, "wait", "--attach"),
         (("step", "stand_still"), State.RUNNING, "wait", f"status {RUN}"),
         (("lose_node",), State.RECOVERING, "wait", ""),
         (("lose_node", "replay"), State.RECOVERING, "wait", ""),

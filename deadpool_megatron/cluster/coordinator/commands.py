@@ -393,9 +393,11 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
     """Return the status: epoch, phase, waiting_for, iteration, roles (by rank), nodes, spares,
     failing (the failure of the current recovery), refusals, and more. The past is in the events.
     """
-    record = state.record
+    record, sizes = state.record, state.memory.sizes
     beats, current = role_beats(state, peers), state.recoveries.current
-    failing = {}
+    failing, replicas = {}, list[int]()  # the present number of model replicas, and the full one
+    if sizes is not None and len(sizes.replicas) > 1:
+        replicas = [len(state.seats) // sizes.ranks_per_replica, sizes.replicas[-1]]
     if current is not None:
         failing = {"kind": current.kind, "cause": "; then ".join(current.causes)}
     roles: dict[str, Any] = {}
@@ -428,6 +430,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         "waiting_for": state.waiting_for(),
         "iteration": progress.last_iteration,
         "roles": roles,
+        "model_replicas": replicas,
         "nodes": nodes,
         "spares": sorted(
             node for node, use in uses.items() if use in (NodeUse.SPARE, NodeUse.DRAINED)

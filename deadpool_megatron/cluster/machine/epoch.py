@@ -20,6 +20,7 @@ from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, Seating
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import losses_survived
 
@@ -181,7 +182,7 @@ def decide(core: Core) -> None:
     if other is not None and (not seats.unseated or _is_overdue(core)):
         seats, restore = other
     elif stuck:
-        roles = list(seats.unseated) or "of a size that was struck off"
+        roles = [*map(rank_of, seats.unseated)] or "of a size that was struck off"
         text = f"roles {roles} wait for a spare node to join"
         then = {} if other is None else {"then": f"then {len(other[0].seats)} roles continue"}
         _wait_for_spare(core, text, **then)
@@ -463,7 +464,9 @@ def check_opened(core: Core) -> None:
         # The data is ready, so spares can begin to build.
         for place in state.fleet.places_with(*states.BUILDING):
             core.set_member(place, members[place].status)
-    core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
+    spares = sorted(state.fleet.nodes.keys() - state.seats.nodes)
+    phases = recovery.all_phases() if recovery else {}
+    core.emit(Kind.EPOCH_OPENED, phases=phases, spares=spares)
     report_plan(core)
     check_done(core)
 

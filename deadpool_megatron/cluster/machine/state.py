@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.machine.blame import Blame, Failure, FinalStatus
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.planner import common_layouts, is_kept
+from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.sizes import SizeChanges, Sizes
 from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
@@ -572,9 +573,10 @@ class State:
             case Deciding():
                 return f"the journal of epoch {self.epoch}"
             case Opening(restored=restored):
-                return f"restored from roles {sorted(set(self.seats) - restored)}"
+                return f"restored from roles {sorted(map(rank_of, set(self.seats) - restored))}"
             case Pausing(order=order, done=done):
-                return f"roles {sorted(set(self.seats) - order.paused - done)} to pause"
+                awaited = set(self.seats) - order.paused - done
+                return f"roles {sorted(map(rank_of, awaited))} to pause"
             case Dumping(exporting=True, restore=restore):
                 return f"the checkpoint of what was dumped to {restore.path}"
             case Dumping(awaited=awaited):
