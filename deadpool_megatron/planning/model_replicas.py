@@ -114,12 +114,19 @@ def sizes_of(args: Any, given: Any, world_size: int, members_per_node: int) -> S
     return Sizes(work.grid.ranks, possible, grid=work.grid).fixed(next(iter(reasons), ""))
 
 
+def sizes_of_command(
+    tokens: Sequence[str], world_size: int, members_per_node: int, scheme: str
+) -> Sizes:
+    """Return the sizes of a command line."""
+    named = flags.named_arguments(tokens)
+    return sizes_of(named, named, world_size, members_per_node).fixed(fixed_by_scheme(scheme))
+
+
 def describe(tokens: Sequence[str], world_size: int, members_per_node: int, scheme: str) -> str:
     """Return a line with the sizes of a command line and the nearest batch that allows more; empty
     for a single replica."""
-    named = flags.named_arguments(tokens)
-    sizes = sizes_of(named, named, world_size, members_per_node).fixed(fixed_by_scheme(scheme))
-    work, full = Workload.of(named), sizes.replicas[-1]
+    sizes = sizes_of_command(tokens, world_size, members_per_node, scheme)
+    work, full = Workload.of(flags.named_arguments(tokens)), sizes.replicas[-1]
     if full < 2:
         return ""
     text = f"model replicas: {_listed(sizes.replicas)}"

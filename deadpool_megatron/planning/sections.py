@@ -131,6 +131,8 @@ class Cluster:
     efficiency: Fraction | None = _key("share of the peak that is reached (MFU)", None)
     tokens_per_step: Count | None = _key("global batch size x sequence length", None)
     forward_backward_fraction: Fraction = _key("share of the step from the update to the next gate")
+    failure_hours: Amount = _key("mean hours from one failure of a node to its next", 5000.0)
+    repair_hours: Amount = _key("mean hours until a failed node is back", 24.0)
 
 
 @dataclass(frozen=True, kw_only=True)

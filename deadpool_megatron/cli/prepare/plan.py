@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from deadpool_megatron.observe.narration import count
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
+from deadpool_megatron.planning.availability import training_share
 from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
-from deadpool_megatron.planning.model_replicas import describe
-from deadpool_megatron.planning.sections import SECTIONS, PlanError, read_plan
+from deadpool_megatron.planning.model_replicas import describe, sizes_of_command
+from deadpool_megatron.planning.sections import SECTIONS, Plan, PlanError, read_plan
 
 _EPILOGUE = """\
 docs/planning.md explains each number, and the limits of the model.
@@ -40,6 +42,7 @@ examples:
 
 exit status: 0 it holds; 2 refused, or the file is wrong
 """
+_MAX_SPARES = 3
 _NODE_ROWS = (
     ("unique state", "unique_bytes"),
     ("own slots", "own_slots_bytes"),
@@ -81,15 +84,19 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"ok": False, "error": str(error)}))
         raise CommandError(str(error)) from error
     swap, source = _swap(story)
+    tokens = [] if args.args is None else args.args.read_text("utf-8").split()
+    about = plan.cluster.nodes * plan.cluster.gpus_per_node, plan.cluster.gpus_per_node
+    replicas = sizes_of_command(tokens, *about, plan.protection.scheme).replicas if tokens else ()
+    shares = _training_shares(plan, replicas)
     if args.json:
         answer = {"ok": True, "file": name, **found.to_dict(), "swap_seconds": swap}
-        print(json.dumps(answer, allow_nan=False))
+        print(json.dumps({**answer, "training_shares": shares}, allow_nan=False))
         return 0
     print("\n".join(_describe(name, found, f"{swap:.1f} s{source}")))
-    if args.args is not None:
-        cluster, tokens = plan.cluster, args.args.read_text("utf-8").split()
-        world_size = cluster.nodes * cluster.gpus_per_node
-        print(describe(tokens, world_size, cluster.gpus_per_node, plan.protection.scheme))
+    if tokens:
+        print(describe(tokens, *about, plan.protection.scheme))
+    if shares:
+        print("\n".join(_availability(plan, shares)))
     if args.file is None:
         assumed = ", ".join(f"{key} {value}" for key, value in ASSUMED.items())
         print(f"assumed of the cluster (--set cluster.KEY=VALUE): {assumed}")
@@ -127,6 +134,30 @@ def _swap(story: Story | None) -> tuple[float, str]:
     if seconds := [each.seconds for each in failures if each.seconds and not each.planned]:
         return statistics.median(seconds), " in the run"
     return SWAP_SECONDS, ""
+
+
+def _training_shares(plan: Plan, replicas: Sequence[int]) -> list[list[float]]:
+    """Return, by number of spares, the share of node hours that train with the full number of
+    model replicas only, and with all of ``replicas``; empty for a single number."""
+    cluster = plan.cluster
+    live_share = cluster.failure_hours / (cluster.failure_hours + cluster.repair_hours)
+    return [
+        [
+            training_share(numbers, cluster.nodes, spares, live_share)
+            for numbers in (replicas[-1:], replicas)
+        ]
+        for spares in range(_MAX_SPARES + 1 if len(replicas) > 1 else 0)
+    ]
+
+
+def _availability(plan: Plan, shares: list[list[float]]) -> list[str]:
+    hours = f"{plan.cluster.failure_hours:g} h, and is back after {plan.cluster.repair_hours:g} h"
+    rows = [(str(n), *(f"{share:.3f}" for share in of)) for n, of in enumerate(shares)]
+    return [
+        "",
+        f"Share of the hours of all nodes that train, if each fails every {hours}",
+        *table(("spares", "full number only", "elastic"), rows),
+    ]
 
 
 def _describe(name: str, found: Assessment, swap: str) -> list[str]:

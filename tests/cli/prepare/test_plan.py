@@ -47,6 +47,7 @@ def test_the_shipped_plans_hold(name, carry_out):
     assert found.keys() == {
         "ok", "file", "plan", "parameters", "roles", "slots", "largest_shard_bytes", "domains",
         "nodes", "timing", "most_lost_steps", "verdict", "overhead_share", "swap_seconds",
+        "training_shares",
     }  # fmt: skip
     assert found["plan"].keys() == {"model", "parallel", "protection", "cluster"}
     assert all(entry.keys() == {"mean", "largest"} for entry in found["nodes"].values())
@@ -58,6 +59,9 @@ def test_plan_from_arguments_equals_the_shipped_plan(model, nodes, carry_out):
     plan = f"configs/{model}.yaml"
     arguments = ("--args", f"configs/megatron-lm/gpt-{model}.args", "--nodes", str(nodes))
     found, shipped = values(carry_out, *arguments), values(carry_out, plan)
+    assert not shipped["training_shares"], "a plan without a batch knows one size only"
+    if model == "65b":
+        assert found["training_shares"][0] == pytest.approx([0.736, 0.967], abs=5e-4)
     for key in ("parameters", "roles", "slots", "largest_shard_bytes"):
         assert found[key] == shipped[key]
     assert found["timing"]["step_seconds"] == shipped["timing"]["step_seconds"]
