@@ -33,6 +33,16 @@ def test_growth_when_a_node_joins(tmp_path):
     assert jobs.recomputed(outcome)[-1] == 0, "growth computes nothing again"
 
 
+@FULL
+def test_parts_of_a_lost_node_are_decoded_before_they_are_cut(tmp_path):
+    job = trainer_job(DISTRIBUTED, replicas=4, iterations=24, nodes=4, every=99)
+    parity = "--deadpool-protection parity"
+    outcome, sizes = run_elastic(tmp_path / "run", job, [FIRST], grows=True, settings=parity)
+    assert sizes == [4, 3, 4], outcome.story()
+    assert jobs.restart_kinds(outcome) == ["initial", "memory", "memory"]
+    assert outcome.of_kind(Kind.DECODED), outcome.story()
+
+
 # Role, epoch and target of the death; the numbers of model replicas; options.
 CHANGES = {
     "shrink-node": (SMALL + 1, 2, "node", [4, 2], {}),
