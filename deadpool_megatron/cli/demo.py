@@ -3,6 +3,10 @@ processes and 1 spare. In the second run the process of role 0 kills its whole n
 in the middle of a backward pass: no other process could do so at an exact moment. Both runs use
 CPUs and gloo, even on a machine with GPUs.
 
+With --elastic a run of three nodes, each with a model replica, has no spare: after the kill two of
+them continue, and all three once another node has joined. From each change on it is compared with
+stock training at that size, which loads a checkpoint of stock training at the size before.
+
 Exit status: 0 bit-identical, 1 not, 2 something needed is missing.
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -19,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +34,17 @@ from deadpool_megatron.cli.common import CommandError, number, table
 from deadpool_megatron.cli.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.examples import find_shipped
-from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
+from deadpool_megatron.cli.run_result import ResultError, RoleResult, RunResult, read_result
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.failures import ExitStatus
-from deadpool_megatron.observe.story import PHASES, Interruption
+from deadpool_megatron.observe.story import PHASES, Interruption, Story
 from deadpool_megatron.preflight.host import GPU_VARIABLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"
+_TRAINER = "deadpool_megatron.trainer"
 _POLL_SECONDS = 0.05
 # The configuration warms the learning rate up for five iterations; a few more follow.
 _MIN_ITERATIONS = 8
@@ -74,12 +80,19 @@ class DemoSize:
     nodes: int = 4
     spares: int = 1
     pipeline: int = 2
+    options: str = ""
+    flags: str = ""
 
 
 #: Without visible GPUs, whose numbers may differ between the runs.
 ON_CPUS = DemoSize(2, 2, "gloo", {GPU_VARIABLE: ""})
 #: Each process needs a GPU of its own, also on the spare node.
 ON_GPUS = DemoSize(1, 1, "nccl", {})
+_OPTIONS = "--refill 1 --deadpool-elastic on --deadpool-elastic-wait 0.1"
+_OPTIONS += " --deadpool-set settle-seconds=2 --deadpool-set hash-interval=1"
+#: The batch divides by 3 and 2; the rates do not depend on the number of iterations.
+_FLAGS = "--global-batch-size 12 --lr-decay-style constant"
+ELASTIC = DemoSize(1, 1, "gloo", ON_CPUS.environment, 3, 0, 1, _OPTIONS, _FLAGS)
 
 
 def launch_command(run_directory: Path, iterations: int, size: DemoSize = ON_CPUS) -> list[str]:
@@ -88,11 +101,11 @@ def launch_command(run_directory: Path, iterations: int, size: DemoSize = ON_CPU
         *interpreter("-m", "deadpool_megatron", "run"),
         *("--nodes", str(size.nodes), "--spares", str(size.spares)),
         *("--nproc-per-node", str(size.nproc_per_node), "--run-dir", str(run_directory)),
-        *("--quiet", "--deadpool-communicator", size.communicator, "--"),
-        *("-m", "deadpool_megatron.trainer", f"@{find_shipped(CONFIG)}"),
+        *("--quiet", "--deadpool-communicator", size.communicator, *size.options.split(), "--"),
+        *("-m", _TRAINER, f"@{find_shipped(CONFIG)}"),
         *("--tensor-model-parallel-size", str(size.tensor)),
         *("--pipeline-model-parallel-size", str(size.pipeline)),
-        *("--use-distributed-optimizer", "--train-iters", str(iterations)),
+        *("--use-distributed-optimizer", "--train-iters", str(iterations), *size.flags.split()),
     ]
 
 
@@ -167,7 +180,7 @@ def run_once(
 @dataclass(frozen=True)
 class Outcome:
     """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the
-    interrupted step, by the clock of this host."""
+    interrupted step, by the clock of this host. ``event``: the cause of the recovery."""
 
     undisturbed: DemoRun
     failed: DemoRun
@@ -175,12 +188,14 @@ class Outcome:
     recovery: Interruption
     kill_iteration: int
     kill_to_next_step: float | None
+    event: str = "The run lost a node"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {
             **self.comparison.to_dict(),
             "iterations": self.undisturbed.result.iterations,
+            "event": self.event,
             "killed_in_iteration": self.kill_iteration,
             "cause": self.recovery.cause,
             "phases": dict(self.recovery.phases),
@@ -218,15 +233,16 @@ def compare_runs(undisturbed: DemoRun, failed: DemoRun, kill_iteration: int) -> 
 def summary_lines(outcome: Outcome) -> list[str]:
     """Return the lines of the table and of the comparison; the last line is a sentence."""
     recovery = outcome.recovery
+    begin = "pause" if recovery.planned else "kill"
     times = {
         **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
-        "from the kill to the next finished step": outcome.kill_to_next_step,
+        f"from the {begin} to the next finished step": outcome.kill_to_next_step,
         "without all copies in memory": recovery.exposed_seconds,
     }
     rows = [[name, f"{value:.3f}"] for name, value in times.items() if value and value >= 0.0005]
     lines = ["", *table(["recovery", "seconds"], rows)]
     lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
-    if more := len(outcome.failed.result.recoveries) - 1:
+    if (more := len(outcome.failed.result.recoveries) - 1) > 0:
         lines.append(f"further recoveries in the same run: {more}")
     lines += describe(outcome.comparison)
     end = "and ended with other numbers: the differences are listed above"
@@ -234,19 +250,22 @@ def summary_lines(outcome: Outcome) -> list[str]:
         end = f"and its {outcome.comparison.compared['steps']} losses are the same bits"
     seconds = outcome.kill_to_next_step
     text = "" if seconds is None else f" for {seconds:.1f} s"
-    return [*lines, "", f"The run lost a node{text}, {end}."]
+    return [*lines, "", f"{outcome.event}{text}, {end}."]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     text = f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in another"
     text += " order on the spare's GPU: different bits are then no fault"
-    parser.add_argument("--gpu", action="store_true", help=text)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--gpu", action="store_true", help=text)
+    text = "without a spare: continue with fewer model replicas, and later with all of them"
+    kind.add_argument("--elastic", action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs, in DIR")
-    count, text = number(int, _MIN_ITERATIONS), "steps to train (default: 30)"
-    parser.add_argument("--iterations", type=count, default=30, metavar="N", help=text)
+    count, text = number(int, _MIN_ITERATIONS), "steps to train (default: 30, with --elastic 40)"
+    parser.add_argument("--iterations", type=count, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -256,26 +275,27 @@ def run(args: argparse.Namespace) -> int:
     # SIGTERM ends the demo with its run, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        outcome = _both_runs(display, base, args.iterations, ON_GPUS if args.gpu else ON_CPUS)
-        _write_files(outcome, args)
-    except DemoError as error:
+        outcomes = (_elastic_run if args.elastic else _both_runs)(display, base, args)
+        identical = all(outcome.comparison.identical for outcome in outcomes)
+        _write_files(outcomes, args, identical=identical)
+    except (DemoError, ResultError) as error:
         print(f"deadpool demo: {error}\nThe runs are kept in {base}", file=sys.stderr)
-        return error.status
+        return getattr(error, "status", 1)
     except KeyboardInterrupt:
         print(f"\ndeadpool demo: interrupted; the runs are kept in {base}", file=sys.stderr)
         return 130
-    identical = outcome.comparison.identical
     if args.run_dir is not None or not identical:
-        report = f"deadpool report {outcome.failed.directory}"
+        report = f"deadpool report {outcomes[0].failed.directory}"
         display.line(f"The runs are kept in {base}; try: {report}")
     else:
         shutil.rmtree(base)
-    for line in summary_lines(outcome):
+    for line in itertools.chain(*map(summary_lines, outcomes)):
         display.line(line)
     return 0 if identical else 1
 
 
-def _both_runs(display: Display, base: Path, iterations: int, size: DemoSize) -> Outcome:
+def _both_runs(display: Display, base: Path, args: argparse.Namespace) -> list[Outcome]:
+    iterations, size = args.iterations or 30, ON_GPUS if args.gpu else ON_CPUS
     kill_iteration = iterations // 2 + 1
     processes = size.nodes * size.nproc_per_node
     display.line(
@@ -286,7 +306,72 @@ def _both_runs(display: Display, base: Path, iterations: int, size: DemoSize) ->
     text = "The same run, but the node of role 0 is killed in the backward pass of step"
     display.line(f"\n2. {text} {kill_iteration}")
     failed = run_once(display, base, "struck", iterations, kill_fault(kill_iteration), size)
-    return compare_runs(undisturbed, failed, kill_iteration)
+    return [compare_runs(undisturbed, failed, kill_iteration)]
+
+
+def _elastic_run(display: Display, base: Path, args: argparse.Namespace) -> list[Outcome]:
+    iterations = args.iterations or 40
+    kill = iterations // 4 + 1
+    display.line(
+        f"A small GPT on {ELASTIC.nodes} nodes, each with a model replica, and no spare.\n\n1. The"
+        f" node of role 0 is killed in the backward pass of step {kill}, and another one joins"
+    )
+    run = run_once(display, base, "elastic", iterations, kill_fault(kill), ELASTIC)
+    story, recoveries = run.result.story, run.result.recoveries
+    sizes = {1: ELASTIC.nodes, **story.sizes}
+    if [*sizes.values()] != [3, 2, 3] or len(recoveries) != 2:
+        text = f"it trained with {[*sizes.values()]} nodes in turn, in {len(recoveries)} recoveries"
+        raise DemoError(f"{text}: give more --iterations", 1)
+    display.line("\n2. Stock training at the same sizes, each from the state at the change")
+    found, whole, lasts = list[Outcome](), Story(), [*(k - 1 for k in story.sizes), iterations]
+    changes = zip(sizes.items(), lasts, [None, *recoveries], strict=True)
+    for (first, ranks), last, change in changes:
+        display.status(f"{ranks} model replicas, iterations {first} to {last}", last / iterations)
+        stock = _train_stock(base, ranks, first, last, whole)
+        if change is not None:
+            own = [asdict(each) for each in story.steps.after(first - 1) if each.iteration <= last]
+            states = (story.hashes or {}).get(last, {})
+            part = _part(ranks, first, last, Story(), own, states)
+            event = f"The change to {ranks} model replicas stopped training"
+            comparison = compare_results(stock.result, part)
+            found.append(Outcome(stock, run, comparison, change, first, change.seconds, event))
+    display.close()
+    return found
+
+
+def _part(ranks: int, first: int, last: int, story: Story, steps: Any, states: Any) -> RunResult:
+    """Return the result of a part of a training. ``states``: hashes by rank, at its end."""
+    for step in steps:
+        story.steps.add(step["iteration"], step, 0.0)
+    roles = {rank: RoleResult(state, None, {}) for rank, state in states.items()}
+    return RunResult(Path("part"), 0, "", ranks, last, roles, story, first - 1)
+
+
+def _train_stock(base: Path, ranks: int, first: int, last: int, story: Story) -> DemoRun:
+    """Train without protection to an iteration, from where the last such training has ended."""
+    out, saves, began = base / "stock.json", base / "saves", time.monotonic()
+    protected = launch_command(base, last, ELASTIC)
+    command = [
+        *interpreter("-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), "-m", f"{_TRAINER}.plain"),
+        *protected[protected.index(_TRAINER) + 1 :],
+        *("--out", str(out), "--save", str(saves)),
+        *(("--load", str(saves)) if saves.exists() else ()),
+    ]
+    environment = {**os.environ, **ELASTIC.environment}
+    with (base / "stock.log").open("ab") as log:
+        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            child.wait()
+        finally:
+            child.terminate()
+            child.wait()
+    if child.returncode:
+        raise DemoError(f"stock training has exit status {child.returncode}: see {log.name}", 1)
+    facts = json.loads(out.read_text())
+    states = dict(enumerate(facts["hashes"]))
+    result = _part(ranks, first, last, story, facts["steps"], states)
+    return DemoRun(base, command, time.monotonic() - began, result)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -321,12 +406,14 @@ def _base_directory(args: argparse.Namespace) -> Path:
     return base
 
 
-def _write_files(outcome: Outcome, args: argparse.Namespace) -> None:
+def _write_files(outcomes: Sequence[Outcome], args: argparse.Namespace, *, identical: bool) -> None:
+    facts, last = [outcome.to_dict() for outcome in outcomes], outcomes[-1]
+    values = {"bit_identical": identical, "changes": facts} if args.elastic else facts[0]
     try:
         if args.json is not None:
-            args.json.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n")
+            args.json.write_text(json.dumps(values, indent=1) + "\n")
         if args.plot is not None:
-            stories = outcome.undisturbed.result.story, outcome.failed.result.story
-            plot.draw(args.plot, *stories, identical=outcome.comparison.identical)
+            stories = last.undisturbed.result.story, last.failed.result.story
+            plot.draw(args.plot, *stories, identical=identical)
     except (OSError, CommandError) as error:
         raise DemoError(str(error), 2) from error

@@ -1,4 +1,5 @@
-"""The picture of a demo: the losses of both runs, and the phases of the recovery."""
+"""The picture of a demo: the losses of both runs, and the phases of the recovery, or the numbers of
+model replicas."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ _SHADES = """
 """
 _COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
 _OTHER = "#999999"
+_KILLED = "A node dies in the middle of a step"
 _UNDISTURBED, _FAILED, _KILL = "#B8C4CE", "#0B5394", "#C0392B"
 
 
 def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> None:
     """Write the picture to ``path`` (the suffix names the format). Raises CommandError.
 
-    ``identical``: whether the runs ended bit-identical, for the title. Only the first failure of
-    ``failed`` is drawn.
+    ``identical``: whether the runs are bit-identical, for the title. Only the first failure of
+    ``failed`` is drawn, unless it changed its size: then ``undisturbed`` is stock training.
     """
     try:
         import matplotlib
@@ -36,18 +38,22 @@ def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> N
         raise CommandError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
     if not undisturbed.steps or not failed.steps:
         raise CommandError("there are no steps to draw")
-    failure = failed.failures[0] if failed.failures else None
+    changes = failed.changes
+    failure = failed.failures[0] if failed.failures and not changes else None
     lanes = _lanes(failure) if failure is not None else []
-    heights = [3.6, 0.9 + 0.24 * max(4, len(lanes))]
+    heights = [3.6, 0.9 + 0.24 * max(2 if changes else 4, len(lanes))]
     with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (upper, lower) = pyplot.subplots(
             2, 1, figsize=(10, sum(heights) + 1.2), height_ratios=heights, layout="constrained"
         )
         verdict = f"bit-identical: {'yes' if identical else 'no'}"
-        figure.suptitle(f"A node dies in the middle of a step   ·   {verdict}", fontsize=13)
+        event = "Two nodes continue for three, until another one joins" if changes else _KILLED
+        figure.suptitle(f"{event}   ·   {verdict}", fontsize=13)
         label = "run that lost a node" + (": the same losses" if identical else "")
         _draw_losses(upper, undisturbed, failed, failure, label)
-        if failure is None or not lanes:
+        if changes:
+            _draw_sizes(upper, lower, failed)
+        elif failure is None or not lanes:
             lower.text(0.5, 0.5, "no recovery recorded", ha="center", transform=lower.transAxes)
             lower.set_axis_off()
         else:
@@ -66,9 +72,10 @@ def _draw_losses(
     """Draw loss over iteration of both runs; the kill is between two finished iterations."""
     thick: dict[str, Any] = {"color": _UNDISTURBED, "linewidth": 7.0, "solid_capstyle": "round"}
     thin: dict[str, Any] = {"color": _FAILED, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
-    axes.plot(*curve_of(undisturbed), label="undisturbed run", **thick)
+    calm = "stock training at the same sizes" if failed.changes else "undisturbed run"
+    axes.plot(*curve_of(undisturbed), label=calm, **thick)
     axes.plot(*curve_of(failed), label=label, **thin)
-    axes.legend(loc="lower left", frameon=False)
+    axes.legend(loc="upper right" if failed.changes else "lower left", frameon=False)
     if failure is not None:
         killed = failure.last_iteration + 0.5
         axes.axvline(killed, color=_KILL, linewidth=1.4)
@@ -83,6 +90,23 @@ def _draw_losses(
     axes.set_xlabel("iteration")
     axes.set_ylabel("training loss")
     axes.grid(axis="y", alpha=0.25)
+
+
+def _draw_sizes(upper: Axes, lower: Axes, run: Story) -> None:
+    """Draw the number of model replicas over the iterations, and each change in both axes."""
+    numbers = [run.changes[0][1], *(after for _, _, after in run.changes)]
+    edges = [0.5, *(first - 0.5 for first in run.sizes), run.last_iteration + 0.5]
+    lower.stairs(numbers, edges, fill=True, color=_UNDISTURBED)
+    for row, (edge, failure) in enumerate(zip(edges[1:-1], run.failures, strict=False)):
+        colour = _OTHER if failure.planned else _KILL
+        upper.axvline(edge, color=colour, linewidth=1.4)
+        place, verb = upper.get_xaxis_transform(), "joins" if failure.planned else "is killed"
+        text = f"  a node {verb}: {failure.seconds or 0:.2f} s"
+        upper.text(edge, 0.95 - 0.08 * row, text, color=colour, transform=place)
+    lower.sharex(upper)
+    lower.set_yticks(range(max(numbers) + 1))
+    lower.set_xlabel("iteration")
+    lower.set_ylabel("model replicas")
 
 
 def curve_of(run: Story) -> tuple[list[int], list[float]]:

@@ -94,3 +94,24 @@ def test_demo_uses_gpus_on_request_only(flags, size, visible, tmp_path, monkeypa
     assert told["--deadpool-communicator"] == ("nccl" if flags else "gloo")
     nodes = int(told["--nodes"]) + int(told["--spares"])
     assert not flags or nodes * int(told["--nproc-per-node"]) == 5
+
+
+def test_elastic_demo_needs_both_changes(tmp_path, carry_out, monkeypatch):
+    monkeypatch.setattr(demo, "train", Runs())
+    status, _, told = carry_out("demo", "--elastic", "--run-dir", tmp_path / "runs")
+    assert (status, "trained with [3] nodes in turn, in 1 recoveries: give more" in told) == (
+        1,
+        True,
+    )
+
+
+@pytest.mark.slow
+def test_elastic_demo_trains_as_stock_at_each_size(tmp_path, carry_out):
+    facts_file, picture = tmp_path / "facts.json", tmp_path / "picture.png"
+    status, told, _ = carry_out("demo", "--elastic", "--json", facts_file, "--plot", picture)
+    assert (status, told.count("bit-identical: yes")) == (0, 2), told
+    shrink, growth = json.loads(facts_file.read_text())["changes"]
+    assert [part["compared"]["roles"] for part in (shrink, growth)] == [2, 3]
+    assert shrink["compared"]["steps"] + growth["compared"]["steps"] == 30
+    assert all(part["bit_identical"] and part["phases"]["restore"] for part in (shrink, growth))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
