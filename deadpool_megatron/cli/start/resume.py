@@ -80,12 +80,14 @@ def resume_point(
         reasons = [str(error)]
     else:
         dump, reasons = _newest_dump(old, info, known, history.kept, peers)
-        if len(known) != roles and history.sizes is not None:
+        if reasons and (sizes := history.sizes) is not None:
             # A run that ended while it changed its size may have left newer state of the former.
-            others = [*history.sizes.roles(roles, info.settings.first_role)]
-            other, _ = newest_whole(old.dump, others, history.kept)
-            if other and (dump is None or other.generation.iteration > dump.generation.iteration):
-                known, dump, reasons = others, other, []
+            for size in sizes.replicas:
+                others = sizes.roles(size * sizes.ranks_per_replica, info.settings.first_role)
+                other, _ = newest_whole(old.dump, others, history.kept)
+                newest = -1 if dump is None else dump.generation.iteration
+                if other is not None and other.generation.iteration > newest:
+                    known, dump, reasons = [*others], other, []
     durable, problems = saved_states(old, info, known, history)
     if len(known) != roles:
         return _for_other_roles(old, len(known), roles, dump, durable), 0
