@@ -511,7 +511,8 @@ def publish_template(
     template: templates.StateTemplate, settings: Settings, directory: Path
 ) -> None:
     """Write ``template`` for the exporters of this node, and in the run directory for those of
-    other nodes, which may export at the end of the run. A thread writes the latter.
+    other nodes, which may export at the end of the run: always if it has fewer roles then than at
+    the start. A thread writes the latter.
 
     Raises OSError, and TemplateError if exports were requested and are impossible.
     """
@@ -528,5 +529,5 @@ def publish_template(
             text = f"role {role} could not be exported if its node were lost: {error}"
             print(text, file=sys.stderr, flush=True)
 
-    if settings.exports:
+    if settings.exports or first_role(role) != settings.first_role:
         threading.Thread(target=share, name="skeleton", daemon=True).start()

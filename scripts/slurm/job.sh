@@ -35,7 +35,8 @@ option() { sed -n "s/^#SBATCH --$1//p" "$0"; }
 
 # pretrain MODEL: trains with the arguments and the plan of that name in configs/. Facts, links and
 # clocks of all nodes are checked first: bad nodes get no role, slow ones wait as spares. Without a
-# spare left, the run waits for another one, then saves the state and ends the job.
+# spare left, fewer model replicas continue; with too few nodes for that, the run saves its state and
+# ends the job.
 pretrain() {
     # Megatron-LM requires it for tensor parallelism on GPUs before Blackwell. The nodes inherit it.
     export CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -7,6 +7,7 @@ from deadpool_megatron.cluster.run_directory.cleanup import end_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.ranks import SIZE_STEP
+from tests.common.programs import check_output
 from tests.elastic.harness.runs import ELASTIC, compare, lengths, run_elastic, trainer_job
 from tests.faults.harness import jobs
 from tests.faults.harness.layouts import DISTRIBUTED, PIPELINE
@@ -107,6 +108,23 @@ def test_all_processes_are_killed_at_the_smaller_size(tmp_path):
     assert jobs.run_program(directory, job.program, [FIRST], **strike).status
     outcome, sizes = run_elastic(directory, job, [FIRST], grows=True, refill=0)
     assert sizes == [4, 3, 4], outcome.story()
+
+
+@FULL
+def test_a_small_run_that_is_stopped_continues_at_full_size(tmp_path):
+    """From a checkpoint: its dump is for as many roles as it had."""
+    job = trainer_job(DISTRIBUTED, replicas=3, iterations=12, nodes=3, every=99)
+    old, new = tmp_path / "old", tmp_path / "new"
+    stop = ("-m", "deadpool_megatron", "stop", "--dump", old)
+    options = {"settings": ELASTIC, "when_stepping": (7, lambda: check_output(*stop))}
+    stopped = jobs.run_program(old, job.program, [FIRST], **options)
+    assert stopped.status == 75, stopped.story()
+    new.with_suffix(".grown").touch()
+    outcome = jobs.run_program(new, job.program, arguments=("--resume", str(old)))
+    assert "continues with 3 roles instead of 2 from the checkpoint" in outcome.output
+    decided, last = stopped.of_kind(Kind.EPOCH_DECIDED), outcome.final["steps"][0]["iteration"] - 1
+    *_, leg = job.legs([*lengths(decided, last, 3, 1), (3, 12)], tmp_path)
+    compare(outcome, job, leg, 3, 12)
 
 
 @FULL

@@ -44,7 +44,7 @@ def test_index_is_made_in_the_directory_of_a_continued_run(tmp_path):
     program = on_text(tmp_path)
     wanted = undisturbed(program)
     lost = dies("lost", "forward", 1, 5)
-    settings = "--deadpool-spare-timeout-seconds 3"
+    settings = "--deadpool-elastic off --deadpool-spare-timeout-seconds 3"
     first = run_program(tmp_path / "first", program, [lost], settings=settings)
     assert first.status == 75, first.story()
     late = fault("late", "recovery.adopt", when_role=0, signal="STOP", resume_after_seconds=25.0)

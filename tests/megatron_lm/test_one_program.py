@@ -81,7 +81,7 @@ def test_without_a_spare_the_run_waits_and_another_run_may_have_the_edited_scrip
     def edit() -> None:
         script.write_text(f"{script.read_text()}\n# edited\n")
 
-    settings = "--deadpool-spare-timeout-seconds 3"
+    settings = "--deadpool-elastic off --deadpool-spare-timeout-seconds 3"
     outcome = struck(tmp_path, program, edit, settings=settings)
     assert outcome.status == 75, outcome.story()
     assert f"{script}: sha256=" in causes(outcome), outcome.story()

@@ -118,7 +118,8 @@ def test_numbers_from_a_million_change_nothing(tmp_path):
 def test_no_spare_left_dumps_and_resumes(tmp_path):
     program = runs.gpt(**runs.BASE)
     plan = [runs.dies("only", "evaluation.end", 0, 4)]
-    dumped = run_program(tmp_path / "run", program, plan, settings="--deadpool-spare-timeout 1")
+    settings = "--deadpool-elastic off --deadpool-spare-timeout 1"
+    dumped = run_program(tmp_path / "run", program, plan, settings=settings)
     assert dumped.status == 75, dumped.story()
     resume = ("--resume", str(tmp_path / "run"))
     other = runs.gpt(**{**runs.BASE, "num_layers_per_virtual_pipeline_stage": 1})

@@ -91,7 +91,7 @@ def test_a_run_that_has_to_end_exports_once_more(text, tmp_path):
         tmp_path / "resumed",
         program(text, 24, {}),
         [lost],
-        settings=f"{where} --deadpool-spare-timeout 0.5",
+        settings=f"{where} --deadpool-elastic off --deadpool-spare-timeout 0.5",
         arguments=("--resume", str(run)),
     )
     assert resumed.status == 75, resumed.story()

@@ -8,12 +8,16 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.common.programs import stand_in
-from tests.faults.harness.jobs import Layout, reference, trainer
+from tests.elastic.harness.runs import hold, trainer_job
+from tests.faults.harness.jobs import Layout, Outcome, reference, trainer
+from tests.faults.harness.layouts import DISTRIBUTED
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
 from tests.slurm.jobs import SCRIPTS
 
 pytestmark = pytest.mark.slurm
+# Members with torch take longer to start.
+TRAINS = ("--deadpool-set", "hash-interval=1", "--deadpool-start-seconds", "80")
 
 
 def test_nodes_take_id_and_domain_from_slurm(cluster, jobs):
@@ -108,6 +112,26 @@ def test_spare_of_a_second_job_takes_over(cluster, jobs):
     cluster.wait_job(pool, "COMPLETED")
 
 
+def test_small_run_grows_with_a_node_of_a_second_job(cluster, jobs, tmp_path):
+    """Real training: a node is lost, without a spare. Each size trains as stock does."""
+    elastic = trainer_job(DISTRIBUTED, replicas=3, iterations=24, nodes=3, every=9)
+    command = (word.replace("{run}", f"{tmp_path}/run") for word in elastic.program.command)
+    settings = (*TRAINS, "--deadpool-set", "settle-seconds=1")
+    wanted = dataclasses.replace(jobs, nodes=3, spares=0, settings=settings)
+    job = dataclasses.replace(wanted, training=tuple(command)).submit()
+    job.wait_iteration(3)
+    cluster.lose(job.host(1))
+    job.wait_for("two replicas", lambda: job.events(Kind.SIZE))
+    pool = {"RUN": str(job.run.path), **wanted.environment()}
+    cluster.submit(SCRIPTS / "spare_pool.sbatch", "--array=1-1", **pool)
+    job.wait_for("three replicas", lambda: len(job.events(Kind.SIZE)) > 1)
+    (tmp_path / "run.grown").touch()
+    final = job.wait_over()
+    outcome = Outcome(tmp_path / "run", 0, job.story(), final, job.events(*Kind))
+    assert hold(outcome, elastic) == [3, 2, 3]
+    job.wait_end("COMPLETED")
+
+
 def test_array_of_nodes_replaces_a_lost_node(cluster, jobs):
     wanted = dataclasses.replace(jobs, nodes=2)
     number = cluster.submit(
@@ -174,8 +198,7 @@ def test_chained_jobs_equal_a_single_run_bit_for_bit(cluster, jobs):
     """Real training: a node is lost in the first job, and its time limit comes."""
     layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
     program = trainer(layout, iterations=30)
-    settings = ("--deadpool-set", "hash-interval=1", "--deadpool-start-seconds", "80")
-    wanted = dataclasses.replace(jobs, nodes=2, settings=settings, training=program.command)
+    wanted = dataclasses.replace(jobs, nodes=2, settings=TRAINS, training=program.command)
     first, second = wanted.chain(2)
     first.wait_iteration(4)
     cluster.lose(first.host(1))
@@ -206,7 +229,7 @@ def test_chain_that_has_lost_more_nodes_than_spares_continues_with_the_others(cl
         nodes=3,
         settings=(
             *("--deadpool-persist-directory", exports, "--deadpool-spare-timeout", "3"),
-            *("--deadpool-start-seconds", "80"),
+            *("--deadpool-elastic", "off", "--deadpool-start-seconds", "80"),
         ),
         training=(f"{checkout()}/pretrain_gpt.py", *flags, "--deadpool"),
         variables={"SMALLER": "2"},

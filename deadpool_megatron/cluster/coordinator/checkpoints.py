@@ -245,13 +245,15 @@ class Checkpoints:
     # The end of a run.
 
     def _end_run(self, reason: str, seconds: float | None) -> None:
-        """End the run with a dump. Where exports are configured, the run first exports a last time
-        while it trains, for half of the ``seconds`` at most. If the order is repeated, the earliest
-        end counts.
+        """End the run with a dump. Where exports are configured, or the dump is of fewer roles than
+        the next run has, the run first exports a last time while it trains, for half of the
+        ``seconds`` at most. If the order is repeated, the earliest end counts.
         """
         now, state = time.monotonic(), self._context.state
         end, export = self._pending_end, self._export
-        if seconds is None or not self._settings.exports or state.phase is not Phase.RUNNING:
+        is_small = len(state.seats) < self._context.options.info.world_size
+        exports = self._settings.exports or is_small
+        if seconds is None or not exports or state.phase is not Phase.RUNNING:
             ends_at = None if end is None else end.ends_at
             self._request_dump(reason, ends_at if seconds is None else now + seconds)
             return

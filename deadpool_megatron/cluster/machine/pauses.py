@@ -121,7 +121,10 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     """Start a dump, in any phase. A run that trains pauses first, so that all that it has
     computed is committed; else the next run computes the iteration under way. A share of the
     seconds left, if they are given, is spent on the pause."""
-    state, final = core.state, FinalStatus(ExitStatus.SAVED, event.reason)
+    state = core.state
+    is_small = len(state.seats) < core.config.world_size
+    exports = is_small and event.seconds is None  # the dump fits only as many roles
+    final = FinalStatus(ExitStatus.SAVED, event.reason, exports=exports)
     if isinstance(state.phase_state, states.Dumping):
         shutdown.expedite(core, state.phase_state, event.reason)
         return

@@ -260,8 +260,8 @@ def check_dumped(core: Core) -> None:
     restore, settings = dumping.restore, core.settings
     core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
     # Before a time limit, the run has exported all that it could in time, while it trained.
-    writers = _writers(core, dumping)
-    if settings.exports and dumping.final.exports and writers:
+    writers, is_small = _writers(core, dumping), len(dumping.roles) < core.config.world_size
+    if (settings.exports or is_small) and dumping.final.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
         dumping.exporting = True
         core.act(actions.ExportDump(restore, writers))

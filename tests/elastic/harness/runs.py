@@ -93,11 +93,16 @@ def run_elastic(
     missing = {str(fault["id"]) for fault in plan} - outcome.fired
     assert outcome.status == job.program.status, outcome.story()
     assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
+    return outcome, hold(outcome, job)
+
+
+def hold(outcome: jobs.Outcome, job: Job) -> list[int]:
+    """Hold a run against stock; return the numbers of model replicas with which it trained."""
     decided, last = outcome.of_kind(Kind.EPOCH_DECIDED), outcome.final["iterations"]
     found = lengths(decided, last, job.replicas, job.ranks_per_replica)
-    for (ranks, last), leg in zip(found, job.legs(found, directory.parent), strict=True):
+    for (ranks, last), leg in zip(found, job.legs(found, outcome.directory.parent), strict=True):
         compare(outcome, job, leg, ranks, last)
-    return outcome, [ranks // job.ranks_per_replica for ranks, _ in found]
+    return [ranks // job.ranks_per_replica for ranks, _ in found]
 
 
 def await_growth(directory: Path) -> None:

@@ -39,7 +39,7 @@ class World:
         self.warnings: list[str] = []
         self.fed: list[Any] = []
         self.tasks: list[Coroutine[Any, Any, object]] = []
-        info = SimpleNamespace(settings=Settings(**settings), run_id="id")
+        info = SimpleNamespace(settings=Settings(**settings), run_id="id", world_size=0)
         self._options: Any = SimpleNamespace(
             run=self.run, info=info, term=SimpleNamespace(number=1), recovered=RecoveredState()
         )
