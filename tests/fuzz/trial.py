@@ -81,7 +81,8 @@ def _struck(directory: Path, program: Program, drawn: Draw) -> list[Outcome]:
     early = ("--exit-interval", str(_CHAINED)) if chained else ()
     begun = Program((*program.command, *early), *_size(program))
     acts = None if chained or outside == "none" else (drawn.moment, lambda: _act(run, drawn))
-    settings = " ".join(drawn.settings)
+    # Numbers of another size are others: a trial waits for its spare.
+    settings = " ".join([*drawn.settings, "--deadpool-elastic", "off"])
     options: dict[str, Any] = {"spares": drawn.spares, "refill": _REFILL, "settings": settings}
     runs = [run_program(run, begun, drawn.faults, when_stepping=acts, **options)]
     if runs[0].status not in _STOPPED:
