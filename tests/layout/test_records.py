@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from deadpool_megatron.layout import descriptions, records, records as rec, schemes
 from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.sizes import Sizes
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}
@@ -21,7 +22,7 @@ RECORD = rec.EpochRecord(
     fewer_copies=frozenset({0}),
     cause="a node is gone",
     protection=schemes.ProtectionPlan(schemes.SchemeNumbers(schemes.SchemeKind.PARITY, 4)),
-    history=History(kept={2: 7}, recoveries=4),
+    history=History(kept={2: 7}, recoveries=4, sizes=Sizes(2, (1, 2))),
 )
 LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")
 roles = st.integers(0, 40)
