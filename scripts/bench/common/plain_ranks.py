@@ -16,9 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from deadpool_megatron.megatron import stand_ins
+
+stand_ins.install()  # before anything imports Megatron
+
+# ruff: noqa: E402
 from deadpool_megatron.trainer import (
     gpt_loop,  # noqa: F401 - loaded before the forks
-    megatron_api,  # noqa: F401 - first: it installs the stand-ins
     plain,
 )
 

@@ -21,6 +21,11 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.megatron import stand_ins
+
+stand_ins.install()  # before anything imports Megatron
+
+# ruff: noqa: E402
 from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config_from
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from other_systems.keepers import CheckpointKeeper, Keeper, ReshardingKeeper
