@@ -75,15 +75,15 @@ def refuse_lossy_saves(optimizer: Any, args: Any) -> None:
     """Raise UnsupportedState where Megatron's own checkpoints lack state, so that a run which
     falls back to one would train on zeros (core_v0.19.0: get_parameter_state_dp_zero gathers
     buckets without their padding, which the places of parameters count)."""
-    buffers = [
-        b for each in inner_optimizers(optimizer) if is_distributed(each) for b in each.buffers
-    ]
-    is_padded = any(
+    if not saves_by_parameter(args):
+        return
+    distributed = filter(is_distributed, inner_optimizers(optimizer))
+    if any(
         bucket.grad_data.numel() != bucket.numel_unpadded
-        for buffer in buffers
+        for inner in distributed
+        for buffer in inner.buffers
         for bucket in buffer.buckets[:-1]
-    )
-    if saves_by_parameter(args) and is_padded:
+    ):
         raise UnsupportedState(
             "--dist-ckpt-optim-fully-reshardable with --save: Megatron-LM writes zeros for some"
             " optimizer state, as buckets of parameters are padded: leave the flag out"
