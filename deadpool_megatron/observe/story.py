@@ -30,7 +30,7 @@ PHASES: Mapping[str, str] = {
     "close": "all members leave the epoch, vaults freeze",
     "wait": "a node with a role is missing, and no spare has come yet",
     "decide": "seats and restored state are chosen",
-    "adopt": "the spare takes the empty roles",
+    "adopt": "the spare takes the empty roles; at another size all members build",
     "rebuild": "communicators of the new epoch connect",
     "restore": "state is restored from host memory",
     "sync": "parameters come from the data-parallel peers",
