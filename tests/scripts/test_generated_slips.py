@@ -60,13 +60,14 @@ def tree(tmp_path):
             "    return True\n"
         ),
         "tests/test_gate.py": (
-            "from deadpool_megatron.layout.gate import passes\n\n\n"
-            "def test_gate():\n    assert passes(2, 1)\n"
+            "import pytest\n\nfrom deadpool_megatron.layout.gate import passes\n\n\n"
+            '@pytest.mark.parametrize("epoch", [2])\n'
+            "def test_gate(epoch):\n    assert passes(epoch, 1)\n"
         ),
         "tests/mutants/generated/score.toml": "noticed = 1.0\n",
         "tests/mutants/generated/coverage.json": (
-            '{"tests":{"tests/test_gate.py":["test_gate","test_that_is_gone"]},'
-            '"lists":[[0,1]],"functions":{"layout/gate.py":{"passes":0}}}'
+            '{"tests":{"tests/test_gate.py":["test_gate[case_that_is_gone]","test_gate[2]",'
+            '"test_that_is_gone"]},"lists":[[0,1,2]],"functions":{"layout/gate.py":{"passes":0}}}'
         ),
     }
     for name, text in files.items():
