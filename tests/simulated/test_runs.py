@@ -10,6 +10,7 @@ import random
 import pytest
 
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.state import Phase
 from tests.conftest import commit
 from tests.simulated.clock import Clock
 from tests.simulated.hazards import draw
@@ -72,6 +73,16 @@ def test_no_plan_moves_a_role_to_a_quarantined_node():
     for _ in range(4):
         world.train()
     assert world.state.seats.nodes == {1, 2}
+
+
+def test_a_successor_knows_the_size_at_which_the_run_trains():
+    world = still(Shape(3, 0, is_elastic=True))
+    world.train()
+    world.lose(2)
+    world.wait("spare_timeout")
+    world.train()
+    assert (world.state.phase, world.size) == (Phase.RUNNING, 2)
+    world.take_over_quietly()
 
 
 @pytest.mark.parametrize("lost", [None, 0, 2])

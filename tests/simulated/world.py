@@ -9,12 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import MemberStatus, Phase
-from deadpool_megatron.events import to_line
+from deadpool_megatron.events import Kind, to_line
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import keep_lineages
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.settings import Settings
@@ -74,7 +76,9 @@ def knowledge(state: states.State) -> dict[str, object]:
     """Return what a successor knows of the run at once, from its newest record."""
     line, blame, fleet = state.lineage, state.blame, state.fleet
     return {
-        "epoch": (state.record, state.epoch),
+        # A note of a change of size adds to the history of the record in the journal.
+        "epoch": (state.record and replace(state.record, history=History()), state.epoch),
+        "size": (state.changes.trained, state.changes.failed),
         "line": (line.kept, line.invalidated),
         "blame": (blame.failures, blame.nonfinite),
         "nodes": (fleet.removed.keys(), fleet.quarantined, fleet.quarantined_hosts),
@@ -105,6 +109,7 @@ class World(Agents):
         self.saved: list[Restore] = []  # checkpoints, newest first
         self.failures: dict[int, Counter[int]] = {0: Counter()}  # epoch -> size -> failed changes
         self.waits_since: float | None = None
+        self.told_size = self.sizes.replicas[-1]  # by the newest event
         self.rested_at = self.ticked_at = self.changed_at = clock.now
         for _ in range(config.nodes + config.spares):
             self.join()
@@ -152,9 +157,19 @@ class World(Agents):
             assert self.state == before, (between, until)
 
     def _carry_out(self, action: act.Action) -> None:
+        if isinstance(action, act.EmitEvent) and action.kind is Kind.SIZE:
+            told = action.to_event().data
+            assert told["from"] == self.told_size, "each change is told once"
+            self.told_size = told["to"]
         match action:
             case act.EmitEvent() if self.fed % self.check_every == 0:
                 check_event(json.loads(to_line(action.to_event())))
+            case act.Note("sizes", epoch, entry):
+                last = self.journaled[-1]
+                assert last.epoch == epoch
+                self.journaled[-1] = EpochRecord.from_dict(
+                    last.to_dict() | {"history": last.to_dict()["history"] | dict(entry)}
+                )
             case act.WriteRecord(record):
                 self._check_written(record)
                 self.journal.send(record)

@@ -19,6 +19,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import planner, records
 from deadpool_megatron.layout.planner import Seating
 from deadpool_megatron.layout.records import EpochRecord, Restore, Seat
+from deadpool_megatron.layout.sizes import Sizes
 
 _MAX_FAILURES = 2
 
@@ -130,8 +131,7 @@ def note_opened(core: Core, seconds: float) -> None:
     if state.is_changing or sizes is None:
         return
     if len(sizes.replicas) > 1:
-        entry = {"sizes": sizes.to_dict(), "changes": state.changes.to_dict()}
-        core.act(Note(SIZES, state.epoch, entry))
+        _journal_changes(core, sizes)
     elif sizes.replicas[0] > 1:
         text = f"model replicas: {sizes.replicas[0]} only ({sizes.reason})"
         core.log("warning" if core.settings.elastic == "on" else "info", text)
@@ -143,8 +143,15 @@ def note_trained(core: Core, record: EpochRecord) -> None:
     before, state.changes = state.changes.trained, replace(state.changes, trained=roles)
     if state.memory.sizes is None:
         return
+    _journal_changes(core, state.memory.sizes)
     per, last = state.memory.sizes.ranks_per_replica, state.recoveries.finished[-1:]
     facts: dict[str, Any] = {"from": before // per, "to": roles // per, "why": record.cause}
     if last and last[0].epoch == record.epoch:  # else another coordinator began it
         facts |= {"seconds": last[0].seconds, "phases": last[0].phases}
     core.emit(Kind.SIZE, **facts)
+
+
+def _journal_changes(core: Core, sizes: Sizes) -> None:
+    """Note the possible sizes and the changes so far in the journal, with the record."""
+    entry = {"sizes": sizes.to_dict(), "changes": core.state.changes.to_dict()}
+    core.act(Note(SIZES, core.state.epoch, entry))
