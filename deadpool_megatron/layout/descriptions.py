@@ -37,8 +37,8 @@ def in_short(roles: Sequence[int]) -> str:
 
 
 def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
-    """Return the roles of ``known`` in the group with this name, whose numbers are ranks; none for
-    a name without ranks, or with more than there are roles."""
+    """Return the roles of ``known`` in the group with this name, in which the numbers are ranks.
+    Return no role for a name without ranks, or with more ranks than there are roles."""
     _, bracket, rest = name.rpartition("(")
     if not bracket or not rest.endswith(")"):
         return ()
@@ -58,7 +58,7 @@ def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
 
 
 def _run_at(roles: Sequence[int], at: int) -> range:
-    """Return the longest range that begins at a position; a single role, if there is none."""
+    """Return the longest range that begins at index ``at``; a single role if there is no range."""
     first = roles[at]
     if at + 1 == len(roles) or roles[at + 1] <= first:
         return range(first, first + 1)
@@ -71,7 +71,7 @@ def _run_at(roles: Sequence[int], at: int) -> range:
 
 
 def _read_run(text: str) -> range:
-    """Return the range that a text means. Raises ValueError."""
+    """Return the range in ``text``, such as ``0-12:4`` or ``7``. Raises ValueError."""
     ends, _, step = text.partition(":")
     first, dash, last = ends.partition("-")
     start = int(first)
@@ -79,18 +79,19 @@ def _read_run(text: str) -> range:
 
 
 def meaning_of(facts: Mapping[str, Any]) -> str:
-    """Return the ``meaning`` of a layout: names and values in the order of their comparison."""
+    """Return the ``meaning`` of a layout: the names and values of facts, in the order in which
+    :func:`difference` compares them."""
     return SEPARATOR.join(f"{name} {value}".replace(";", ",") for name, value in facts.items())
 
 
-def difference(there: RoleLayout, here: RoleLayout) -> str:
-    """Return the first difference between kept state (``there``) and this program's (``here``)."""
-    kept, own = _facts(there), _facts(here)
-    for name in {**own, **kept}:
-        if kept.get(name) != own.get(name):
-            return f"{name} is {kept.get(name, 'none')} there and {own.get(name, 'none')} here"
-    for part in (*here.parts, *there.parts):
-        if not (there.has(part) and here.has(part)):
+def difference(stored: RoleLayout, own: RoleLayout) -> str:
+    """Return the first difference between the layout of stored state and this program's own."""
+    there, here = _facts(stored), _facts(own)
+    for name in {**here, **there}:
+        if there.get(name) != here.get(name):
+            return f"{name} is {there.get(name, 'none')} there and {here.get(name, 'none')} here"
+    for part in (*own.parts, *stored.parts):
+        if not (stored.has(part) and own.has(part)):
             return f"part {part.name} is of other parameters, or of the same in another order"
     return "its state is laid out in another way"
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from deadpool_megatron.wire.forms import Coded
 
-#: dimension -> distance of neighbours along it, and size; the dimension that counts fastest first
+#: dimension -> distance of neighbours along it, and its size; the fastest dimension is first
 Axes = Mapping[str, tuple[int, int]]
 
 
 class Coordinates(NamedTuple):
-    """A rank's ranks along the dimensions that decide over its model: its slice."""
+    """The slice of the model on a rank: its position along each dimension that splits the model."""
 
     tensor: int
     context: int
@@ -41,7 +41,7 @@ class Division(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """Return the line for a remainder; empty without it."""
+        """Return a message about the remainder; empty if there is none."""
         text = f"{self.name} ({self.whole}) is no multiple of {self.part}"
         return text if self.whole % self.part else ""
 
@@ -49,7 +49,8 @@ class Division(NamedTuple):
 @dataclass(frozen=True)
 class Grid(Coded):
     """The split of a model replica: tensor, context, pipeline, expert and expert-tensor parallel
-    sizes, and the instances of the distributed optimizer. ``data_last``: --use-tp-pp-dp-mapping."""
+    sizes, and the instances of the distributed optimizer. ``data_last``: the data-parallel rank
+    counts slowest (--use-tp-pp-dp-mapping)."""
 
     tp: int = 1
     cp: int = 1
@@ -66,8 +67,8 @@ class Grid(Coded):
 
     @property
     def unit(self) -> int:
-        """Return the number of replicas after which the slices of a stage repeat: experts may
-        spread over several."""
+        """Return the number of replicas after which the slices of a stage repeat: above 1 where
+        experts are spread over several replicas."""
         return lcm(self.tp * self.cp, self.etp * self.ep) // (self.tp * self.cp)
 
     def divisions(self, replicas: int) -> Iterator[Division]:
@@ -92,12 +93,12 @@ class Grid(Coded):
         """Return Megatron's expert data-parallel group, ascending."""
         return _group(self._axes(replicas)[1], rank, "dp")
 
-    def donor(self, rank: int, replicas: int, others: int) -> int:
-        """Return the rank of the same slice with the lowest data-parallel rank, in a run of
-        ``others`` replicas, for a rank of a run of ``replicas``."""
+    def donor(self, rank: int, replicas: int, donor_replicas: int) -> int:
+        """Return the first rank, in a run of ``donor_replicas`` replicas, with the slice that
+        ``rank`` has in a run of ``replicas`` replicas."""
         digits = _digits(self._axes(replicas)[0], rank)
         digits["dp"] %= self.unit
-        return sum(digits[name] * step for name, (step, _) in self._axes(others)[0].items())
+        return sum(digits[name] * step for name, (step, _) in self._axes(donor_replicas)[0].items())
 
     def _axes(self, replicas: int) -> tuple[Axes, Axes]:
         """Return the axes of dense layers and of experts."""
@@ -119,7 +120,8 @@ def _digits(axes: Axes, rank: int) -> dict[str, int]:
 
 
 def _group(axes: Axes, rank: int, *names: str) -> tuple[int, ...]:
-    """Return the ranks with other places along these dimensions, the fastest named first."""
+    """Return ``rank`` and all ranks that differ from it only along the dimensions ``names``, of
+    which the fastest is named first."""
     found = [rank - sum(axes[name][0] * _digits(axes, rank)[name] for name in names)]
     for step, size in (axes[name] for name in names):
         found = [first + step * number for number in range(size) for first in found]

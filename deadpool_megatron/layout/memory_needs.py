@@ -63,9 +63,9 @@ def shortfall(
     if not budgets:
         return None
     needs = memory_needs(plan, topology)
-    found = [Shortfall(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
+    short = [Shortfall(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(
-        found, key=lambda lack: (lack.needed_bytes - lack.has_bytes, -lack.node), default=None
+        short, key=lambda node: (node.needed_bytes - node.has_bytes, -node.node), default=None
     )
 
 
@@ -101,8 +101,8 @@ def refusal(
             f"a parity group has at most {MAX_BLOCKS - blocks} roles next to {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
-    # The smallest group has two roles on two nodes, and its blocks are on others. Copies are on
-    # other nodes than their role.
+    # The smallest parity group has two roles on two nodes, and its blocks are on further nodes. A
+    # copy is on another node than its role.
     needed = blocks + (2 if kind is SchemeKind.PARITY else 1)
     if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
@@ -128,11 +128,11 @@ class Topology:
 
 def memory_by_use(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, tuple[int, int]]:
     """Return node -> two numbers of bytes, as long as no role has moved: the slots of the roles
-    that train there, and everything else that it keeps (second copies, copies for other nodes,
-    parity blocks)."""
+    that train there, and everything else that the node keeps (second copies, copies for other
+    nodes, parity blocks)."""
     sizing = _Sizing(plan, topology)
     own = sizing.own
-    return {node: (own[node], all - own[node]) for node, all in sizing.memory.items()}
+    return {node: (own[node], total - own[node]) for node, total in sizing.memory.items()}
 
 
 def memory_needs(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, int]:
@@ -142,9 +142,9 @@ def memory_needs(plan: schemes.ProtectionPlan, topology: Topology) -> dict[int, 
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """The bytes of one node's generations: ``own`` for the slots of its roles, ``kept`` for other
-    nodes (copies, parity blocks). ``roles``: the number of its roles; ``slots``: the number of
-    generations of each role."""
+    """The bytes of one node's generations: ``own`` for the slots of its roles, ``kept`` for copies
+    and parity blocks. ``roles``: the number of its roles; ``slots``: the number of generations of
+    each role. ``scheme``: a phrase with the use of ``kept``."""
 
     roles: int
     slots: int
@@ -159,8 +159,8 @@ class NodeNeeds:
 
     @property
     def peak(self) -> int:
-        """Return the bytes in use while processes restart in place: the slots of dead processes are
-        the source for new processes, which have already made their own."""
+        """Return the bytes in use while processes restart in place: the new processes have created
+        their slots already, and restore from the slots of the dead processes."""
         return self.total + self.own
 
     def describe(self) -> str:
@@ -172,9 +172,9 @@ class NodeNeeds:
 
 
 def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> NodeNeeds:
-    """Return a node's needs before its first slot is made, from the layout of one role. The other
-    roles of its node, and the roles whose copies it keeps, count as equal to it: all are cut from
-    one model."""
+    """Return a node's needs before its first slot is created, from the layout of one role. The
+    other roles of the node, and the roles whose copies it keeps, are assumed to have the same
+    layout: all are slices of one model."""
     kind, replicas = settings.protection, settings.replicas
     # A part is not copied if enough peers hold the same bytes.
     owed = {
@@ -201,13 +201,13 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
 def needs_at_size(
     layout: RoleLayout, size: int, other: int, cp: int, roles_per_node: int, settings: Settings
 ) -> NodeNeeds:
-    """Return a node's needs for ``other`` model replicas, from the layout of a role of ``size``.
-    ``cp``: context-parallel size."""
+    """Return a node's needs in a run of ``other`` model replicas, from a layout in a run of
+    ``size`` replicas. ``cp``: context-parallel size."""
 
     def resized(part: PartInfo) -> PartInfo:
         if part.name not in layout.shard_parts:
             return part
-        if len(part.replicas) == size * cp:  # each of them has the state of whole parameters
+        if len(part.replicas) == size * cp:  # no distributed optimizer: each peer has the whole
             return replace(part, replicas=part.replicas[: other * cp])
         return replace(part, nbytes=math.ceil(part.nbytes * size / other))
 
@@ -216,6 +216,8 @@ def needs_at_size(
 
 
 class _Sizing:
+    """Bytes by node: ``memory`` of all slots, and ``own`` of the slots of the node's roles."""
+
     def __init__(self, plan: schemes.ProtectionPlan, topology: Topology) -> None:
         self._plan = plan
         self._topology = topology
@@ -275,9 +277,9 @@ class _Sizing:
 
 
 def extras_capacity_bytes(extras_bytes: int, min_bytes: int = 0) -> int:
-    """Return the space for the extras of one boundary, from their size at the start: it allows
-    growth (longer counters, later sums of losses), in coarse steps; at least ``min_bytes``.
-    """
+    """Return the capacity for the extras of one boundary, from their size at the start. It leaves
+    room to grow (longer counters, further sums of losses) and is a multiple of a coarse step, at
+    least ``min_bytes``."""
     wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, min_bytes)
     return -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
 
@@ -301,8 +303,8 @@ def kept_bytes(layout: RoleLayout, copied: Collection[str]) -> int:
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
-    """Return the bytes of a parity block for ``roles`` roles. ``longest``: coded part -> bytes. One
-    part more has the list of the block's inputs."""
+    """Return the bytes of the slots of a parity block over ``roles`` roles. ``longest``: part ->
+    its largest size. A further part lists the block's inputs."""
     names = sum(len(name) for name in longest)
     inputs = 256 + roles * sum(98 + 6 * len(name) for name in longest)
     description = _description_bytes(len(longest) + 1, names, roles + len(longest) + 1)
@@ -315,6 +317,7 @@ def _layout_bytes(
     slots: int,
     sizes: tuple[int, ...],
 ) -> int:
+    """Return the bytes of a segment. The result is cached, since many roles share a shape."""
     _, letters, peers, parts = shape
     names = sum(len(name) for name, _, _ in parts)
     numbers = peers + sum(replicas for _, _, replicas in parts)

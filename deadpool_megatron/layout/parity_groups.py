@@ -1,12 +1,12 @@
 """Groups of roles that share parity blocks, their holders, and recovery from blocks. Pure.
 
 Every vault and the coordinator compute the same answer from the same epoch record, so groups and
-holders are never sent. Groups over nodes, any of which may be lost, are REFT's AEC
-(arXiv 2310.12670), the rotation of the parity over all nodes is RAID 5's, and the bound on the load
-of a node is that of consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
+holders are never sent. Parity groups over nodes come from REFT (AEC, arXiv 2310.12670), the
+rotation of parity over all nodes from RAID 5, and the bound on the load of a node from consistent
+hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
 
-A parity block is kept under its own role number, far above those of the run: a *parity role*,
-whose segment, holdings and layout are like those of any role that is seated elsewhere.
+A parity block has its own role number, far above the roles of the run. Such a *parity role* has a
+segment, holdings and a layout like the copy of any role of another node.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from deadpool_megatron.layout.records import PARITY_BASE, BadPart, Generation, R
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded
 
-_PARITY_END = 1 << 52  # numbers below it survive any JSON reader
-# The part of a parity role that lists the inputs of its blocks; layouts keep its earlier name.
+_PARITY_END = 1 << 52  # every JSON reader keeps numbers below it exact
+# The part of a parity role that lists the inputs of its blocks; layouts keep an earlier name of it.
 INPUTS = "members"
 # The first word of the meaning of a parity role's layout.
 _MEANING = "parity"
 # A node may get this multiple of its fair share of blocks before the next node on the ring is used.
 _SLACK = 1.25
-# A node in an unused domain may get this multiple before a domain is used twice: where nearly all
-# nodes share one domain, the few others could not hold all blocks.
+# A node in an unused domain may get up to this multiple before a domain is used twice. Without a
+# bound, the few nodes outside a large domain would have to hold all blocks.
 _MAX_SLACK = 4
-# Fewer candidates than this are listed; more are looked for along the ring of all nodes.
+# Fewer candidates than this are put in a list; otherwise the ring of all nodes is searched.
 _FEW = 128
 
 
@@ -124,7 +124,8 @@ def parity_layout(
 ) -> RoleLayout:
     """Return the layout of the parity role of block ``number``.
 
-    Its shard parts are as long as the longest of the group; the size of INPUTS is a capacity.
+    Each shard part is as long as the longest such part in the group; INPUTS has a size that is
+    enough for any content.
     ``peers``: the roles of the group in the order of their data blocks. Raises KeyError when a
     layout of the group is missing.
     """
@@ -154,7 +155,7 @@ def parity_layout(
 
 
 def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
-    """Return ``(number, parities)`` of a parity role's layout: the block and the block count.
+    """Return the block number and the block count of a parity role's layout.
 
     Raises ValueError for any other layout.
     """
@@ -165,7 +166,7 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
 
 
 def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
-    """Return whether the parity role with layout ``block`` is computed over state of ``layouts``;
+    """Return whether the parity role with layout ``block`` combines state with these ``layouts``;
     False if a layout of its group is unknown."""
     number, parities = parity_numbers(block)
     group = ParityGroup(block.peers, (block.role,) * (number + 1), ())
@@ -200,9 +201,9 @@ class BlockInputs(Coded):
 class ParityIndex:
     """The parity blocks in the inventories, and the shard parts that they can rebuild.
 
-    It is used only for parts without a whole copy, so the cost of a loss follows the size of the
-    loss, not of the run. The layouts of parity roles in the inventories contain everything needed:
-    the group, the number of its blocks, and the number of each block.
+    Only parts without a whole copy are looked up, so the cost depends on the size of the loss, not
+    of the run. The layouts of parity roles in the inventories contain all facts that are needed:
+    the group, its block count, and the number of each block.
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class ParityIndex:
     def decodings(self, role: int, part: str, generation: Generation) -> list[records.Decoding]:
         """Return the remaining blocks of each group of ``role`` that has enough of them.
 
-        Groups of several epochs may be held. The group with the most blocks is first, since each
-        surplus block can replace a block that turns out to be damaged.
+        There may be blocks from groups of several epochs. The group with the most blocks is first,
+        since each surplus block can replace a block that turns out to be damaged.
         """
         if self._groups_of is None:
             self._groups_of = self._index()
@@ -235,6 +236,7 @@ class ParityIndex:
         return sorted(found, key=lambda each: (len(each.blocks), each.group), reverse=True)
 
     def _index(self) -> dict[int, list[_HeldGroup]]:
+        """Return role -> its groups with blocks in the inventories; also fill ``_held``."""
         groups: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _HeldGroup] = {}
         hashes: dict[int, str] = {}
         for inventory in self._inventories:
@@ -248,20 +250,21 @@ class ParityIndex:
                 key = (layout.peers, parities, tuple(part.name for part in layout.parts))
                 group = groups.setdefault(key, _HeldGroup(layout.peers, parities))
                 group.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
-            same = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
+            roles = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
             for holding in inventory.holdings:
-                if holding.role in same and INPUTS in holding.parts:
+                if holding.role in roles and INPUTS in holding.parts:
                     place = (inventory.node, holding.parts)
                     self._held.setdefault((holding.role, holding.generation), []).append(place)
-        of_role: dict[int, list[_HeldGroup]] = {}
+        groups_of: dict[int, list[_HeldGroup]] = {}
         for group in groups.values():
             for role in group.roles:
-                of_role.setdefault(role, []).append(group)
-        return of_role
+                groups_of.setdefault(role, []).append(group)
+        return groups_of
 
     def _blocks(
         self, group: _HeldGroup, wanted: int, part: str, generation: Generation
     ) -> dict[int, tuple[Source, ...]]:
+        """Return Decoding.blocks for the part of role ``wanted``: data blocks, then parity."""
         blocks = {}
         for number, role in enumerate(group.roles):
             found = () if role == wanted else self._copies(role, part, generation)
@@ -290,8 +293,8 @@ class ParityIndex:
 
 @dataclass
 class _HeldGroup:
-    """A group of k roles of which parity blocks are held. ``blocks``: number (from k on, after the
-    data blocks) -> parity roles, several where several plans led to the same group.
+    """A group of k roles with parity blocks in the inventories. ``blocks``: block number (from k
+    on, after the data blocks) -> parity roles; several where several plans led to the same group.
     """
 
     roles: tuple[int, ...]
@@ -309,15 +312,15 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
     """Split nodes into groups of at most ``size``, as even as possible, with distinct domains in
     each group where possible.
 
-    Node number i is in group i modulo the number of groups: this separates neighbours, which often
-    share a rack. A node that takes over roles takes the place of their old node. Then a node that
-    still shares a domain is exchanged with a node of another group; where exchanges separate fewer
-    nodes than possible, the nodes are dealt out domain by domain instead.
+    At first node number i is in group i modulo the number of groups: this separates neighbours,
+    which often share a rack. A node that takes over roles takes the place of their old node. Then
+    nodes that still share a domain are exchanged with nodes of other groups. If more nodes share a
+    domain afterwards than is unavoidable, all nodes are dealt out again, domain by domain.
     """
     count = -(-len(nodes) // size)
     groups = [list(nodes[number::count]) for number in range(count)]
     sizes = Counter(domains[node] for node in nodes)
-    unavoidable = sum(max(0, number - count) for number in sizes.values())
+    unavoidable = sum(max(0, in_domain - count) for in_domain in sizes.values())
     if _exchange(groups, domains) > unavoidable:
         rank = {node: number for number, node in enumerate(nodes)}
         first: dict[str, int] = {}
@@ -334,6 +337,7 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
     groups_with = Counter(domain for count in counts for domain in count)
 
     def partner(number: int, domain: str) -> tuple[int, int] | None:
+        """Return group and place of a node to exchange with a node of ``domain`` in a group."""
         for step in range(1, len(groups) if groups_with[domain] < len(groups) else 0):
             other = (number + step) % len(groups)
             if counts[other][domain]:
@@ -369,20 +373,21 @@ class _Holders:
         self._load = dict.fromkeys((*training, *idle), 0)
         share = blocks / max(1, len(self._load))
         # For each domain: the count of its nodes, the nodes, the maximum blocks of a node, and the
-        # count of the nodes below that (open).
-        self._all = Counter(domains[node] for node in self._load)
+        # count of open nodes, which have fewer blocks than that.
+        self._counts = Counter(domains[node] for node in self._load)
         self._nodes: dict[str, list[int]] = {}
         for node in self._load:
             self._nodes.setdefault(domains[node], []).append(node)
-        self._caps = dict.fromkeys(self._all, math.ceil(_SLACK * share))
+        self._caps = dict.fromkeys(self._counts, math.ceil(_SLACK * share))
         self._max_cap = math.ceil(_MAX_SLACK * share)
-        self._open = dict(self._all)
-        self._all_open = len(self._load)
-        self._drawn: dict[int, list[int]] = {}
+        self._open_counts = dict(self._counts)
+        self._total_open = len(self._load)
+        # Block -> spares that a hash prefers for it.
+        self._hashed_spares: dict[int, list[int]] = {}
         for node in idle:
             for number in range(math.ceil(share)):
                 block = zlib.crc32(f"{node}:{number}".encode()) % self._blocks
-                self._drawn.setdefault(block, []).append(node)
+                self._hashed_spares.setdefault(block, []).append(node)
 
     def choose(self, number: int, group: Collection[int], parities: int) -> tuple[int, ...]:
         """Return nodes for all blocks of group ``number``; fewer if too few nodes are alive."""
@@ -396,17 +401,17 @@ class _Holders:
             chosen.append(node)
             excluded.add(node)
             used.add(self._domains[node])
-            self._count(node)
+            self._add_block(node)
         return tuple(chosen)
 
     def _choose_node(self, block: int, excluded: set[int], used: set[str]) -> int | None:
         """Return a node in an unused domain, even above its share; otherwise any other node,
         preferably below its share."""
-        unused = len(self._load) - sum(self._all[domain] for domain in used)
+        unused = len(self._load) - sum(self._counts[domain] for domain in used)
         if unused and self._has_capacity(used):
             return next(
                 node
-                for node in (self._listed(block, used) if unused < _FEW else self._ring(block))
+                for node in (self._outside(used, block) if unused < _FEW else self._ring(block))
                 if self._domains[node] not in used and self._is_open(node)
             )
         fallback = None
@@ -422,36 +427,37 @@ class _Holders:
         share, first raise their share by a block, up to the maximum."""
 
         def capacity() -> int:
-            return self._all_open - sum(self._open[domain] for domain in used)
+            return self._total_open - sum(self._open_counts[domain] for domain in used)
 
         if not capacity():
-            for domain in self._all.keys() - used:
+            for domain in self._counts.keys() - used:
                 if self._caps[domain] < self._max_cap:
                     self._caps[domain] += 1
-                    self._open[domain] = self._all[domain]
-                    self._all_open += self._all[domain]
+                    self._open_counts[domain] = self._counts[domain]
+                    self._total_open += self._counts[domain]
         return capacity() > 0
 
-    def _listed(self, block: int, used: set[str]) -> list[int]:
-        """Return the nodes of all other domains, in an order that is rotated for each block."""
-        nodes = [n for domain in self._all if domain not in used for n in self._nodes[domain]]
+    def _outside(self, used: set[str], block: int) -> list[int]:
+        """Return the nodes outside these domains, in an order that is rotated for each block."""
+        nodes = [n for domain in self._counts if domain not in used for n in self._nodes[domain]]
         begin = block % len(nodes)
         return nodes[begin:] + nodes[:begin]
 
     def _is_open(self, node: int) -> bool:
         return self._load[node] < self._caps[self._domains[node]]
 
-    def _count(self, node: int) -> None:
+    def _add_block(self, node: int) -> None:
         domain = self._domains[node]
         self._load[node] += 1
         if self._load[node] == self._caps[domain]:
-            self._open[domain] -= 1
-            self._all_open -= 1
+            self._open_counts[domain] -= 1
+            self._total_open -= 1
 
     def _ring(self, block: int) -> Iterator[int]:
         """Yield all nodes, the most preferred first. A hash gives each spare its share of blocks;
-        the rest rotate over the training nodes, so the loss of a spare moves little but its own."""
-        yield from self._drawn.get(block, ())
+        the other blocks rotate over the training nodes. So the loss of a spare moves few blocks but
+        its own."""
+        yield from self._hashed_spares.get(block, ())
         count = len(self._training)
         begin = block * count // self._blocks
         for step in range(begin, begin + count):

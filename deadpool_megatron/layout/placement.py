@@ -4,9 +4,9 @@ Every vault and the coordinator compute the same answer from the same epoch reco
 is ever sent. That copies belong on data-parallel peers is an idea of DeepSpeed-style buddy
 checkpoints (Gemini, REFT); skipping bytes that peers hold anyway is DeadPool's asymmetric backup.
 
-Nodes of one failure domain are lost together. The user's file of them has lines ``NODE DOMAIN``:
+Nodes of one failure domain are lost together. The user's domains file has lines ``NODE DOMAIN``:
 NODE is a node id or a host name, DOMAIN any word (a rack, a power feed). Empty lines and text after
-``#`` are skipped. A node that is not named is a domain of its own.
+``#`` are skipped. A node that the file does not name is a domain of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CopyPlacement:
         self._seats = seats
         self._domains = domains
         self._replicas = replicas
-        self._ways_round = [Fraction(number, replicas + 1) for number in range(replicas + 1)]
+        self._starts = [Fraction(number, replicas + 1) for number in range(replicas + 1)]
         first_role: dict[int, int] = {}
         for seated in sorted(seats):
             first_role.setdefault(seats[seated], seated)
@@ -50,7 +50,7 @@ class CopyPlacement:
 
     @staticmethod
     def of_record(record: EpochRecord) -> CopyPlacement:
-        """Return the placement that a record means."""
+        """Return the placement for a record."""
         return CopyPlacement(*nodes_of(record.seats, record.nodes), record.replicas)
 
     def buddies(self, role: int, peers: Sequence[int]) -> tuple[int, ...]:
@@ -58,21 +58,21 @@ class CopyPlacement:
 
         Order of preference: nodes of data-parallel ``peers`` in cyclic order, other training nodes
         likewise in the order of their lowest role, spares in an order drawn from (role, node).
-        Choice j of r begins j/(r+1) of the way round from its own place, and takes the first node
-        in a new failure domain; where there is none, any other node. The loss of a node that was
-        not chosen changes nothing, and a spare that takes over a node's roles takes over its place
-        in the order.
+        Copy j of r is searched from j/(r+1) of the way round the circle, counted from the role's
+        own place. It is put on the first node in a new failure domain; if there is none, on any
+        other node. The loss of a node that was not chosen changes nothing, and a spare that takes
+        over a node's roles takes over its place in the order.
 
-        The search does not begin at the next place: where neighbours share a rack, all its nodes
-        would choose the first node of the next rack. From further away each finds another node.
-        With one copy, pairs of nodes hold each other's, so fewer pairs are fatal than with a ring.
+        If the search began at the next place, all nodes of a rack would choose the first node of
+        the next rack; from further away, they choose different nodes. With one copy, two nodes hold
+        each other's copies, so the loss of fewer pairs is fatal than with a ring.
         """
         own_node = self._seats.get(role, -1)
         used = {self._domains[own_node]} if own_node in self._domains else set()
         chosen: list[int] = []
 
         def candidates(number: int) -> Iterator[int]:
-            for node in self._preference(role, peers, self._ways_round[number]):
+            for node in self._preference(role, peers, self._starts[number]):
                 if node != own_node and node in self._domains and node not in chosen:
                     yield node
 
@@ -88,15 +88,16 @@ class CopyPlacement:
             chosen.append(other)
         return tuple(chosen)
 
-    def _preference(self, role: int, peers: Sequence[int], way_round: Fraction) -> Iterator[int]:
-        """Yield all nodes, the best first, with that of the role, dead nodes and repetitions."""
+    def _preference(self, role: int, peers: Sequence[int], start: Fraction) -> Iterator[int]:
+        """Yield all nodes, the best first. The role's own node and dead nodes are among them, and
+        a node may be repeated."""
         if peers not in self._peers:
             self._peers[peers] = sorted(set(peers))
-        for peer in _cyclic(self._peers[peers], role, way_round):
+        for peer in _cyclic(self._peers[peers], role, start):
             if peer in self._seats:
                 yield self._seats[peer]
         own_place = self._first_role[self._seats[role]] if role in self._seats else role
-        for place in _cyclic(self._first_roles, own_place, way_round):
+        for place in _cyclic(self._first_roles, own_place, start):
             yield self._seats[place]
         yield from sorted(self._idle, key=lambda node: (_draw(role, node), node))
 
@@ -108,10 +109,10 @@ def is_covered(
     domains: Mapping[int, str],
     replicas: int,
 ) -> bool:
-    """Return whether peers seal a part far enough apart, so that it need not be shipped.
+    """Return whether peers in enough failure domains seal a part, so that it is not copied.
 
-    They do if the roles in ``replicas_of_part`` (PartInfo.replicas) and ``role`` itself sit on
-    live nodes in at least ``replicas + 1`` distinct failure domains.
+    The roles in ``replicas_of_part`` (PartInfo.replicas) and ``role`` itself must sit on live nodes
+    in at least ``replicas + 1`` distinct failure domains.
     """
     nodes = {seats[r] for r in {*replicas_of_part, role} if r in seats}
     return len({domains[node] for node in nodes if node in domains}) > replicas
@@ -120,9 +121,9 @@ def is_covered(
 def missing_copies(
     seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int], replicas: int
 ) -> frozenset[int]:
-    """Return the roles with too few live nodes: the value of EpochRecord.fewer_copies.
+    """Return the roles with too few live nodes for their copies: EpochRecord.fewer_copies.
 
-    The number of buddies does not depend on the preference of nodes, so nodes are counted.
+    The order of preference does not change the number of buddies, so counting live nodes suffices.
     """
     live = {node for node in (*seats.values(), *spares) if node in domains}
     return frozenset(role for role, node in seats.items() if len(live) - (node in live) < replicas)
@@ -158,18 +159,20 @@ def domain_of(table: Mapping[str, str], node: int, host: str = "") -> str:
     return next((domain for domain in named if domain), f"node{node}")
 
 
-def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[int]:
-    """Yield the ascending values in cyclic order; ``way_round``: start, from ``own`` (0 to 1)."""
+def _cyclic(ordered: Sequence[int], own: int, start: Fraction) -> Iterator[int]:
+    """Yield ``ordered`` (ascending) in cyclic order. ``start``: where to begin, as a fraction of
+    the circle counted from ``own``."""
     begin = bisect.bisect_left(ordered, own)
-    begin += len(ordered) * way_round.numerator // way_round.denominator
+    begin += len(ordered) * start.numerator // start.denominator
     for step in range(len(ordered)):
         yield ordered[(begin + step) % len(ordered)]
 
 
 def _draw(role: int, node: int) -> int:
-    """Rendezvous hashing: each role ranks spares its own way, whatever other spares exist.
+    """Return the rank of a spare for a role. By rendezvous hashing, each role has its own order of
+    spares, which other spares do not change.
 
-    No CRC: of two texts whose last digits differ, all roles would rank the same text first.
+    A CRC would not do: it is linear, so the roles would have few different orders.
     """
     digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -32,14 +32,13 @@ class RestoreQuery:
     """The facts from which a restore is chosen.
 
     ``roles``: all roles of the epoch to open. ``inventories``: frozen inventories of live nodes.
-    ``seats``: those of the epoch to open (roles may be missing while a spare is awaited);
-    ``owners``: those of the closed epoch. ``layouts``: as registered by the members; a role that is
-    missing here is looked up in the inventories.
-    ``kept``: lineage -> last iteration that is kept (:func:`keep_lineages`). ``durable``: the
-    newest valid checkpoint (path, boundary, iteration). ``start``: the first state of the run,
-    as long as no role ever got further than that, else None. ``every``: iterations from one
-    protected generation to the next. ``sizes``: those of an elastic run, from whose parts those of
-    another size can be cut.
+    ``seats``: the seats of the epoch to open (roles may be missing while a spare is awaited);
+    ``owners``: the seats of the closed epoch. ``layouts``: as registered by the members; a layout
+    that is missing here is looked up in the inventories. ``kept``: lineage -> last iteration that
+    is kept (:func:`keep_lineages`). ``durable``: the newest valid checkpoint (path, boundary,
+    iteration). ``start``: the first state of the run, as long as no role ever got further than
+    that, else None. ``every``: iterations from one protected generation to the next. ``sizes``: the
+    sizes of an elastic run, where state of another size can be used.
     """
 
     epoch: int
@@ -75,23 +74,23 @@ class Seating:
 def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     """Return the newest state that every role can get back.
 
-    In this order: the newest generation in memory of which each role's shard parts and extras have
-    a source, or the shard parts can be decoded, recomputed, or cut from those of another size; the
-    durable checkpoint; the start of the run, if nothing was computed yet. A restore that is not
-    from memory is a generation of the new epoch: the members seal it first.
+    The newest generation in memory comes first. Each role's extras must have a source; its shard
+    parts must have a source, be decodable from parity blocks, or be cut from parts of another size.
+    Then come the durable checkpoint, and the start of the run, if nothing was computed yet. A
+    restore that is not from memory is a generation of the new epoch: the members seal it first.
 
-    Generations that are older than the checkpoint by more than the slots hold are ignored: they are
-    those of a host that left the run long ago.
+    A generation that is older than the checkpoint by more than the slots hold is ignored: it is on
+    a host that left the run long ago.
     """
     index = PartIndex(query)
     refusals: list[str] = []
     for generation in sorted(index.generations, reverse=True):
         if index.is_overtaken(generation):
             break
-        found = index.produce(generation)
-        if isinstance(found, Restore):
-            return found
-        refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {found}")
+        answer = index.produce(generation)
+        if isinstance(answer, Restore):
+            return answer
+        refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {answer}")
     for fallback in (query.durable, query.start):
         if fallback is not None:
             return replace(
@@ -114,24 +113,24 @@ def assign_seats(
 ) -> Seating:
     """Keep the roles of survivors, and move those of each lost or leaving node to one spare.
 
-    ``seats``: those of the last epoch, or the planned seats of the first. ``members``: incarnation
-    of every member on a live node; all of them run or are being started. A member that died on a
-    live node is replaced in its place (its incarnation in ``members`` is the replacement's).
-    ``warm``: members that have built. ``leaving``: live nodes that must lose their roles.
-    ``deprioritized``: live nodes that take roles only when no other spare is left.
+    ``seats``: the seats of the last epoch, or the planned seats of the first. ``members``: the
+    incarnation of every member on a live node; each member runs or is being started. A member that
+    died on a live node is replaced in its place (its incarnation in ``members`` is that of the
+    replacement). ``warm``: members that have built. ``leaving``: live nodes that must lose their
+    roles. ``deprioritized``: live nodes that take roles only when no other spare is left.
 
-    A spare is a live node without a role that has every local rank the block needs: the node with
-    the most warm members there, then the lowest id.
+    A spare is a live node without roles that has every local rank of the roles to move. The spare
+    with the most warm members at these local ranks is chosen, then the lowest id.
     """
-    found: dict[int, Seat] = {}
+    new_seats: dict[int, Seat] = {}
     moving: dict[int, list[int]] = {}
     for role, seat in sorted(seats.items()):
         place = (seat.node, seat.local_rank)
         if place in members and seat.node not in leaving:
-            found[role] = Seat(*place, members[place])
+            new_seats[role] = Seat(*place, members[place])
         else:
             moving.setdefault(seat.node, []).append(role)
-    taken = {seat.node for seat in found.values()} | leaving
+    taken = {seat.node for seat in new_seats.values()} | leaving
     unseated: list[int] = []
     for node, roles in sorted(moving.items()):
         ranks = [seats[role].local_rank for role in roles]
@@ -151,12 +150,13 @@ def assign_seats(
         spare = min(fitting, key=order)
         taken.add(spare)
         for role, local_rank in zip(roles, ranks, strict=True):
-            found[role] = Seat(spare, local_rank, members[spare, local_rank])
-    return Seating(dict(sorted(found.items())), tuple(sorted(unseated)))
+            new_seats[role] = Seat(spare, local_rank, members[spare, local_rank])
+    return Seating(dict(sorted(new_seats.items())), tuple(sorted(unseated)))
 
 
 def keep_lineages(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int, int]:
-    """Return the kept lineages after ``epoch`` was opened from ``restore``; others are abandoned.
+    """Return the kept lineages, each with its last iteration, after ``epoch`` was opened from
+    ``restore``; other lineages are abandoned.
 
     A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
     lineage 2, and continues in lineage 3. State that did not come from memory keeps nothing older.
@@ -176,8 +176,8 @@ def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
 
 
 def is_rolled_back(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
-    """Return whether a checkpoint contains an update that a rollback has undone, of any of the
-    ``nonfinite`` iterations (:class:`History`). Its files do not show that.
+    """Return whether a checkpoint contains the update of any ``nonfinite`` iteration
+    (:class:`History`), which a rollback has undone. The files of a checkpoint do not show that.
     """
     return any(
         generation.iteration >= bad and generation.lineage <= lineage
@@ -207,17 +207,17 @@ class PartIndex:
     def is_overtaken(self, generation: Generation) -> bool:
         """Return whether the checkpoint is newer by more generations than slots can hold."""
         slots = max((layout.slots for layout in self._layouts.values()), default=0)
-        durable, kept = self._query.durable, slots * self._query.every
-        return durable is not None and durable.generation.iteration > generation.iteration + kept
+        durable, reach = self._query.durable, slots * self._query.every
+        return durable is not None and durable.generation.iteration > generation.iteration + reach
 
     def produce(self, generation: Generation) -> Restore | str:
-        """Return the restore of one generation, or the name of what it lacks."""
-        found = self._produce(generation, self._query.roles)
-        for first, count in self._other_sizes if isinstance(found, str) else ():
+        """Return the restore of a generation, or the name of a part or layout that is missing."""
+        answer = self._produce(generation, self._query.roles)
+        for first, count in self._other_sizes if isinstance(answer, str) else ():
             old = self._produce(generation, range(first, first + count))
             if isinstance(old, Restore) and self._are_divisible(old.sources):
                 return self._cut(old, first, count)
-        return found
+        return answer
 
     @cached_property
     def _other_sizes(self) -> list[tuple[int, int]]:
@@ -225,33 +225,35 @@ class PartIndex:
         sizes = self._query.sizes
         if sizes is None:
             return []
-        roles, per = self._query.roles, sizes.ranks_per_replica
-        end = first_role(min(roles)) + SIZE_STEP * (len(roles) // per)
-        found = [(end - SIZE_STEP * each, each * per) for each in reversed(sizes.replicas)]
-        return [(first, count) for first, count in found if count != len(roles)]
+        roles, ranks = self._query.roles, sizes.ranks_per_replica
+        end = first_role(min(roles)) + SIZE_STEP * (len(roles) // ranks)
+        all_sizes = [(end - SIZE_STEP * n, n * ranks) for n in reversed(sizes.replicas)]
+        return [(first, count) for first, count in all_sizes if count != len(roles)]
 
     def _are_divisible(self, roles: Iterable[int]) -> bool:
         return all(self._layouts[role].shard_map.nbytes for role in roles)
 
     def _cut(self, old: Restore, first: int, count: int) -> Restore:
-        """Return the restore of the query's roles from the ``count`` roles of another size, from
-        ``first`` on. It has their sources and recipes, too.
+        """Return the restore of the query's roles from the restore ``old`` of another size, with
+        ``count`` roles from ``first`` on. It has the sources and recipes of both sizes.
 
-        Each role is named all roles with parts of its slice: only vaults have their shard maps.
+        Each recipe lists all old roles with parts of the role's slice, as only vaults have the
+        shard maps, which show the parts that are really needed.
         """
         sizes, extras = self._query.sizes, records.extras_part(old.boundary)
         assert sizes is not None
         sources, recipes = dict(old.sources), dict(old.recipes)
-        now, then = (n // sizes.ranks_per_replica for n in (len(self._query.roles), count))
+        new_size, old_size = (n // sizes.ranks_per_replica for n in (len(self._query.roles), count))
         for role in self._query.roles:
-            donor, grid = sizes.grid.donor(rank_of(role), now, then), sizes.grid
-            peers = {*grid.data_peers(donor, then), *grid.expert_data_peers(donor, then)}
+            donor, grid = sizes.grid.donor(rank_of(role), new_size, old_size), sizes.grid
+            peers = {*grid.data_peers(donor, old_size), *grid.expert_data_peers(donor, old_size)}
             layouts = [self._layouts[first + rank] for rank in sorted(peers)]
             recipes[role] = Recipe(cut={layout.role: layout.layout_hash for layout in layouts})
             sources[role] = {extras: old.sources[first + donor][extras]}
         return replace(old, sources=sources, recipes=recipes)
 
     def _produce(self, generation: Generation, roles: Iterable[int]) -> Restore | str:
+        """Return the restore for roles of one size, or the name of a part or layout it lacks."""
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
         recipes: dict[int, Recipe] = {}
         for role in roles:
@@ -259,14 +261,14 @@ class PartIndex:
             if layout is None:
                 return f"the layout of role {role}"
             shards = layout.shard_parts
-            found = {
+            places = {
                 part.name: self._sources(role, part, generation)
                 for part in layout.parts
                 if part.name in shards
             }
-            sources[role] = found
-            if lacking := [name for name, places in found.items() if not places]:
-                recipe = self._recipe(layout, lacking, generation)
+            sources[role] = places
+            if missing := [name for name, nodes in places.items() if not nodes]:
+                recipe = self._recipe(layout, missing, generation)
                 if isinstance(recipe, str):
                     return recipe
                 recipes[role] = recipe
@@ -276,9 +278,9 @@ class PartIndex:
         """Return the recipe for the parts of a role that no node holds whole; None if
         impossible."""
         copies, role = self._whole_copies, layout.role
-        lacking = [name for name in layout.shard_parts if not copies(role, name, generation)]
-        found = self._recipe(layout, lacking, generation)
-        return found if isinstance(found, Recipe) else None
+        missing = [name for name in layout.shard_parts if not copies(role, name, generation)]
+        answer = self._recipe(layout, missing, generation)
+        return answer if isinstance(answer, Recipe) else None
 
     def alternatives(self, role: int, part: str, generation: Generation) -> list[Recipe]:
         """Return the ways to produce one part by itself, the best first."""
@@ -287,11 +289,12 @@ class PartIndex:
         return [Recipe({part: decoding}) for decoding in found]
 
     def _recipe(
-        self, layout: RoleLayout, lacking: list[str], generation: Generation
+        self, layout: RoleLayout, missing: list[str], generation: Generation
     ) -> Recipe | str:
-        """Return the recipe for parts that no node holds whole, or the name of what it lacks."""
+        """Return the recipe for parts that no node holds whole, or the name of a part that cannot
+        be decoded."""
         recipe = Recipe()
-        for name in lacking:
+        for name in missing:
             ways = self.alternatives(layout.role, name, generation)
             if not ways:
                 return f"part {name} of role {layout.role}"
@@ -300,7 +303,7 @@ class PartIndex:
 
     @cached_property
     def _parity(self) -> ParityIndex | None:
-        """Parity blocks that were kept under any plan; None, without an import, where none are."""
+        """The parity blocks of any plan; None, without an import, where the nodes have none."""
         held = self._query.inventories.values()
         if not any(records.is_parity_role(each.role) for found in held for each in found.layouts):
             return None
@@ -314,19 +317,21 @@ class PartIndex:
         shards: Mapping[int, Mapping[str, tuple[Source, ...]]],
         recipes: Mapping[int, Recipe],
     ) -> Restore | str:
-        lacking = ""
+        """Return the restore at the latest boundary whose extras all roles have, or the name of a
+        missing part."""
+        missing = ""
         for boundary in reversed(records.BOUNDARIES):
             part = records.PartInfo(records.extras_part(boundary), 0, ())
             sources: dict[int, dict[str, tuple[Source, ...]]] = {}
             for role, found in shards.items():
                 extras = self._sources(role, part, generation)
                 if not extras:
-                    lacking = f"part {part.name} of role {role}"
+                    missing = f"part {part.name} of role {role}"
                     break
                 sources[role] = {**found, part.name: extras}
             else:
                 return Restore("memory", generation, boundary, sources=sources, recipes=recipes)
-        return lacking
+        return missing
 
     def _whole_copies(self, role: int, name: str, generation: Generation) -> tuple[Source, ...]:
         """Return the places of a part of any role; none for a part that the role does not have."""
@@ -338,7 +343,8 @@ class PartIndex:
     def _sources(
         self, role: int, part: records.PartInfo, generation: Generation
     ) -> tuple[Source, ...]:
-        """Return the new seat's node, the previous owner's, buddies, then those of each replica."""
+        """Return the nodes that hold a part: the node of the new seat, the previous owner's,
+        buddies, then the nodes that hold it for a replica."""
         holders = self._holders.get(generation, {}).get(part.name, {})
         found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
         for other in part.replicas:
@@ -349,8 +355,8 @@ class PartIndex:
         return tuple(found)
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
-        """Sort the node of the role and the previous owner first, then others cyclically from the
-        owner: so not all roles ask the same node."""
+        """Sort the node of the role and the previous owner first, then the others in cyclic order
+        from the owner, so that not all roles ask the same node."""
         if len(nodes) < 2:
             return nodes
         own, owner = self._query.seats.get(role), self._query.owners.get(role)
@@ -362,7 +368,7 @@ class PartIndex:
         return sorted(nodes, key=rank)
 
     def _add(self, node: int, inventory: records.Inventory) -> None:
-        """Add the holdings of kept lineages with the right layout, without parts known as bad."""
+        """Add the holdings of kept lineages with the right layout, except parts known as bad."""
         hashes = {layout.role: layout.layout_hash for layout in inventory.layouts}
         query = self._query
         for holding in inventory.holdings:
@@ -389,7 +395,8 @@ def _is_on(seat: Seat | None, node: int) -> bool:
 def common_layouts(
     roles: set[int], inventories: Iterable[records.Inventory]
 ) -> dict[int, RoleLayout]:
-    """Return the most frequent layout of each role; layouts of copies travel with the copies."""
+    """Return the most frequent layout of each role in the inventories, which contain the layouts
+    of copies too."""
     found: dict[int, list[RoleLayout]] = {}
     if roles:
         for layout in (layout for inventory in inventories for layout in inventory.layouts):

@@ -1,9 +1,9 @@
-"""The number of a role: its rank, and how many model replicas the run lacks.
+"""Role numbers, which encode a rank and how many model replicas the run lacks. Pure.
 
-A run that continues with fewer model replicas has roles with other numbers: missing replicas times
-:data:`SIZE_STEP`, plus the rank. So segments, copies, layouts, seals and templates, which are known
-by the number of a role, never mix with those of another size. At full size role and rank are equal.
-Pure.
+In a run that continues with fewer model replicas, the number of a role is its rank plus
+:data:`SIZE_STEP` for each missing replica. Segments, copies, layouts, seals and templates are
+identified by role numbers, so data of different sizes never mix. At full size, role and rank are
+equal.
 """
 
 from __future__ import annotations

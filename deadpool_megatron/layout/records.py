@@ -1,14 +1,13 @@
 """Data of decisions, and the decision itself: plain, immutable, JSON-able.
 
-These types are shared by the coordinator, the agents, the vaults and the members; they hold no
-behaviour beyond their own encoding. Terms are those of docs/design: role, node, epoch, generation.
-Parts are distinguished by their names.
+These types are shared by the coordinator, the agents, the vaults and the members. They have no
+behaviour beyond lookups and their own encoding. docs/words.md explains role, node, epoch and
+generation. Parts are distinguished by their names.
 
 The cadence: only generations of every n-th iteration are protected. The iteration number alone
-decides, so all roles protect the same generations: if a role skipped a generation by itself, no
+decides, so all roles protect the same generations. If a role skipped a generation by itself, no
 later failure would find a state that all roles have. Slots and lag count protected generations.
-:mod:`deadpool_megatron.member.protection` explains why the gate of the design (section 4) still
-holds.
+:mod:`deadpool_megatron.member.protection` explains why the commit gate still holds then.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ PARITY_BASE = 1 << 32
 
 
 def is_extras(name: str) -> bool:
-    """Return whether a part holds extras, all state that an iteration changes but the shard parts,
-    which hold optimizer state."""
+    """Return whether a part holds extras: all state that an iteration changes, except the optimizer
+    state, which is in the shard parts."""
     return name.startswith(_EXTRAS)
 
 
@@ -53,7 +52,7 @@ class NodeUse(StrEnum):
 
     TRAINING = "training"
     SPARE = "spare"
-    DRAINED = "drained"  # its roles moved when a user asked for it: the spare that is used last
+    DRAINED = "drained"  # a user moved its roles away: the spare that is used last
     QUARANTINED = "quarantined"
 
 
@@ -90,7 +89,7 @@ class RoleLayout(Coded):
     shard parts first, then an extras part per boundary, whose ``nbytes`` is its capacity.
     ``slots``: the number of generations in the owner's segment (and in a copy), 2+N or 3+N.
     ``meaning``: the role and its model, for people and for :func:`.descriptions.difference`.
-    ``shard_map``: for a run of another size; it follows from the rest.
+    ``shard_map``: where a run of another size finds its state; it follows from the other fields.
     """
 
     role: int
@@ -108,7 +107,8 @@ class RoleLayout(Coded):
 
     @property
     def without_runs(self) -> RoleLayout:
-        """Return it for the coordinator, which has that of every role: the map is large."""
+        """Return the layout for the coordinator, which has the layouts of all roles: without the
+        runs of the shard map, which is large."""
         return replace(self, shard_map=replace(self.shard_map, runs={}))
 
     @cached_property
@@ -118,15 +118,14 @@ class RoleLayout(Coded):
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
-        """Return the facts that determine the size of its slots: slots, letters of meaning and map,
-        number of peers, and name, bytes and replicas of each part. Many roles of a run share them.
-        """
+        """Return the facts that determine the size of the segment: slots, letters of meaning and
+        map, number of peers, and name, bytes and replicas of each part. Many roles share them."""
         parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
         letters = len(self.meaning) + self.shard_map.nbytes
         return self.slots, letters, len(self.peers), parts
 
     def has(self, part: PartInfo) -> bool:
-        """Return whether it has a part whose bytes have the same meaning as those of ``part``."""
+        """Return whether the role has a part whose bytes have the same meaning as ``part``."""
         wanted = part.name, part.nbytes, part.identity
         return any((own.name, own.nbytes, own.identity) == wanted for own in self.parts)
 
@@ -233,9 +232,9 @@ class BadPart:
 class Decoding(Listed):
     """The blocks from which a shard part without a whole copy is decoded: any k of k+m.
 
-    Block i < k is the part of role ``group[i]`` (zeros after its end), from k on parity blocks.
-    ``blocks``: number of a block -> places that hold it, none where the role has no such part (all
-    zeros); the wanted block is left out.
+    Block i < k is the part of role ``group[i]``, padded with zeros; blocks from k on are parity
+    blocks. ``blocks``: number of a block -> places that hold it; no place where the role has no
+    such part, so that the block is all zeros. The wanted block is left out.
     """
 
     group: tuple[int, ...]
@@ -245,15 +244,16 @@ class Decoding(Listed):
 
 @dataclass(frozen=True)
 class Recipe(Coded):
-    """The way to shard parts of a role without a whole copy: ``decodings`` by part; or ``cut``:
-    roles of another size, with the hash of their layouts, from whose parts (and the recipes for
-    them) it cuts its own."""
+    """The sources of shard parts of a role of which no whole copy exists.
+
+    ``decodings``: part -> its decoding. ``cut``: roles of another size -> hash of their layouts,
+    for a role whose parts are cut from those roles' parts, which may have recipes themselves."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
     cut: Mapping[int, str] = field(default_factory=dict)
 
     def sources(self) -> Iterator[Source]:
-        """Yield every place from which it reads."""
+        """Yield every place from which the decodings read."""
         for decoding in self.decodings.values():
             yield from itertools.chain.from_iterable(decoding.blocks.values())
 
@@ -265,9 +265,10 @@ class Restore(Coded):
     ``kind``: ``initial`` (build and start at iteration 0), ``memory`` (sealed slots; ``sources``
     lists for every role and part the nodes to try, best first), ``durable`` (the torch_dist
     checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
-    ``generation``: that of all roles afterwards; ``boundary``: the last moment after that iteration
-    that all roles had reached. ``recipes``: those of roles without a whole copy. ``identity``: the
-    content of ``path`` when it was noted; empty if it was not read.
+    ``generation``: the generation of all roles afterwards; ``boundary``: the last moment after that
+    iteration that all roles had reached. ``recipes``: role -> recipe, for roles without a whole
+    copy. ``identity``: the identity of the content of ``path`` when the checkpoint was noted; empty
+    if it was not read.
     """
 
     kind: str
@@ -279,8 +280,8 @@ class Restore(Coded):
     identity: str = field(default="", compare=False)
 
     def of_roles(self, roles: Collection[int]) -> Restore:
-        """Return the same with the sources and recipes of these roles only, and of those from
-        which they are cut."""
+        """Return the restore with only the sources and recipes of these roles, and of the roles
+        from which they are cut."""
         cuts = (self.recipes[role].cut for role in roles if role in self.recipes)
         roles = {*roles, *itertools.chain.from_iterable(cuts)}
         sources = {role: self.sources[role] for role in roles if role in self.sources}
@@ -335,11 +336,12 @@ def next_due(iteration: int, every: int) -> int:
 
 
 def successors(generation: Generation, restored: Generation, newest: Generation, every: int) -> int:
-    """Return the minimum number of generations from ``generation`` to ``newest`` that a role wrote.
+    """Return the minimum number of generations, up to ``newest``, that a role wrote after
+    ``generation``.
 
     ``restored``: the first generation of the epoch of ``newest``; from there on every due iteration
-    was written. The number of those between an older generation and ``restored`` is unknown, as the
-    cadence may have changed: only ``restored`` itself is counted.
+    was written. How many lie between an older generation and ``restored`` is unknown, as the
+    cadence may have changed, so only ``restored`` itself is counted.
     """
     begin = max(generation.iteration, restored.iteration)
     since = max(0, newest.iteration // every - begin // every)

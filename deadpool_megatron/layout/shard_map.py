@@ -1,9 +1,9 @@
 """Shard maps, and how a part is cut from the parts of another number of model replicas. Pure.
 
 A shard map lists the elements of parameters that a role has, and where their state is in its parts.
-A parameter is named with its slice of the whole model, without data-parallel rank: equal keys are
-the same numbers at every size. Padding and the borders of buckets differ between sizes, so nothing
-else decides which bytes are copied.
+A key names a parameter and its slice of the whole model, without the data-parallel rank, so equal
+keys mean the same numbers at every size. Padding and the borders of buckets differ between sizes,
+so only keys and element numbers decide which bytes are copied.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class CannotReshard(ValueError):
 class Run(Listed):
     """Consecutive elements of a parameter, and the places of their state in a part.
 
-    ``key``: the parameter's slice of the model. ``states``: state with its type -> offset, bytes,
-    and the bytes from an element to the next, 0 for a value that all elements share.
+    ``key``: the parameter's slice of the model. ``start``, ``count``: elements. ``states``: name
+    and type of a state -> offset of its first value in the part, bytes of a value, and bytes from
+    one element's value to the next: 0 for a value that all elements share.
     """
 
     key: str
@@ -42,7 +43,7 @@ class Run(Listed):
 
     @property
     def kinds(self) -> dict[str, tuple[int, int]]:
-        """Return bytes and step of each state."""
+        """Return the last two numbers of each state: bytes of a value, and step."""
         return {name: (size, step) for name, (_, size, step) in self.states.items()}
 
 
@@ -57,8 +58,8 @@ class ShardMap(Coded):
     @staticmethod
     def of(runs: Mapping[str, tuple[Run, ...]]) -> ShardMap:
         """Return the map with these runs."""
-        found = ShardMap(runs=runs)
-        return replace(found, nbytes=len(json.dumps(found.to_dict())))
+        unsized = ShardMap(runs=runs)
+        return replace(unsized, nbytes=len(json.dumps(unsized.to_dict())))
 
 
 class Span(NamedTuple):
@@ -70,12 +71,12 @@ class Span(NamedTuple):
 
 
 def key_of(part: RolePart) -> str:
-    """Return the name under which a failure names a part of another role."""
+    """Return the name by which a failure report names a part of another role."""
     return f"{part[0]}/{part[1]}"
 
 
 def part_of(key: str, role: int) -> RolePart:
-    """Invert :func:`key_of`; the bare name of a part is that of ``role``."""
+    """Invert :func:`key_of`; the bare name of a part means a part of ``role``."""
     match = re.fullmatch(r"(\d+)/(.*)", key)
     return (int(match[1]), match[2]) if match else (role, key)
 
@@ -83,10 +84,11 @@ def part_of(key: str, role: int) -> RolePart:
 def spans(
     wanted: Iterable[Run], held: Mapping[RolePart, Sequence[Run]]
 ) -> dict[RolePart, list[Span]]:
-    """Return the spans of old parts of which a part with the runs ``wanted`` consists.
+    """Return the spans of old parts from which a part with the runs ``wanted`` is put together.
 
-    ``held``: the runs of the old parts, the preferred first. An element that several of them hold,
-    as instances of an optimizer do, comes from the longest rest. Raises CannotReshard.
+    ``held``: the runs of the old parts, the preferred part first. Where several old parts have an
+    element, as with several optimizer instances, it comes from the part whose run ends last. Raises
+    CannotReshard.
     """
     by_key: dict[str, list[tuple[RolePart, Run]]] = {}
     for part, runs in held.items():
@@ -110,7 +112,7 @@ def spans(
             chosen = found.setdefault(part, [])
             for name, (offset, size, step) in run.states.items():
                 source, shift = old.states[name][0] + (at - old.start) * step, at - run.start
-                if step or not shift:
+                if step or not shift:  # a shared value is copied once, with the first element
                     count = (until - at) * step or size
                     chosen.append(Span(source, offset + shift * step, count))
             at = until
@@ -118,8 +120,8 @@ def spans(
 
 
 def gaps(chosen: Iterable[Span], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the ranges of a part of ``nbytes`` that no span fills: alignment.
-    Raises CannotReshard for spans that overlap, or do not fill the part."""
+    """Yield start and end of each gap between the spans of a part of ``nbytes``; gaps are padding.
+    Raises CannotReshard for spans that overlap, or for a gap too large for padding."""
     taken = sorted((span.target, span.target + span.nbytes) for span in chosen)
     for (_, start), (end, _) in pairwise([(0, 0), *taken, (nbytes, nbytes)]):
         if start > end:
@@ -131,7 +133,7 @@ def gaps(chosen: Iterable[Span], nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def copy_into(target: memoryview, chosen: Iterable[Span], start: int, content: memoryview) -> None:
-    """Copy what the spans need of ``content``, the bytes of an old part from ``start`` on."""
+    """Copy the bytes of ``content`` that the spans need; it is the old part from ``start`` on."""
     end = start + len(content)
     for span in chosen:
         first, last = max(span.source, start), min(span.source + span.nbytes, end)

@@ -1,7 +1,7 @@
-"""The sizes that a program can have: its numbers of model replicas. Pure.
+"""The sizes at which a program can train: its possible numbers of model replicas. Pure.
 
-A model replica is all ranks with one data-parallel rank: tensor x context x pipeline parallelism.
-Megatron's rules are known to members only; they report the sizes when they register.
+A model replica is the tp x cp x pp ranks that share a data-parallel rank. Only members know
+Megatron's rules, so they report the possible sizes when they register.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from deadpool_megatron.wire.forms import Coded
 class Sizes(Coded):
     """The numbers of model replicas with which this program can train.
 
-    ``replicas``: ascending, the full number last; each of them fills whole nodes.
+    ``replicas``: ascending, the full number last; each number fills whole nodes.
     ``ranks_per_replica``: ranks of one model replica (tp x cp x pp). ``reason``: why no smaller
-    number is possible; empty where some are. ``grid``: the split of a replica.
+    number is possible; empty if there is a smaller number. ``grid``: the split of a replica.
     """
 
     ranks_per_replica: int
@@ -29,13 +29,14 @@ class Sizes(Coded):
     grid: Grid = field(default_factory=Grid)
 
     def roles(self, count: int, first: int) -> range:
-        """Return the roles of a run of ``count`` roles: each size has numbers of its own.
+        """Return the role numbers of a run of ``count`` roles; no two sizes share a number.
         ``first``: the role of rank 0 at full size."""
         begin = first + (self.replicas[-1] - count // self.ranks_per_replica) * SIZE_STEP
         return range(begin, begin + count)
 
     def fixed(self, reason: str) -> Sizes:
-        """Return the same with the full number alone, unless ``reason`` is empty."""
+        """Return sizes that allow only the full number, because of ``reason``; self if it is
+        empty."""
         if not reason:
             return self
         return replace(self, replicas=self.replicas[-1:], reason=self.reason or reason)

@@ -1,6 +1,6 @@
 """The assessment of a plan: its numbers and verdict, or the reason why the plan cannot hold.
 
-Each refusal names a number to change, and the new value if a single division gives it.
+Each refusal names a number of the plan to change, and the new value where it is easy to compute.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
 from deadpool_megatron.settings import SettingsError
 
 # Measured in this repository on two cores with gloo (docs/figures.md): the share by which copies on
-# other nodes lengthen a step, and the seconds that a lost node costs, median of the soak.
+# other nodes lengthen a step, and the seconds that a lost node costs (median of the soak).
 OVERHEAD_SHARE = 0.09
 SWAP_SECONDS = 2.0
-# Each role is placed: more roles would take minutes, and are a mistake.
+# The assessment places every role. A larger number would take minutes, and must be a mistake.
 _MAX_ROLES = 1_000_000
 
 
@@ -41,15 +41,15 @@ class Assessment:
         return max_lost_iterations(self.plan.protection.cadence, lag, spans_the_world=together)
 
     def busiest(self, name: str) -> tuple[float, int]:
-        """Return the mean (over nodes with a value) and the maximum of a field of the loads. Fields
-        per step are averages, as not every step has a generation.
+        """Return the mean (over nodes with a value) and the maximum of a field of NodeLoad. A field
+        per step is an average over the steps of a cadence, as not every step has a generation.
         """
         share = 1 / self.plan.protection.cadence if name.endswith("_per_step") else 1
         values = [value for load in self.loads.values() if (value := getattr(load, name))]
         return share * sum(values) / max(1, len(values)), round(share * max(values, default=0))
 
     def verdict(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         used = self.timing.commit_seconds / self.timing.window_seconds
         memory = self.busiest("memory_bytes")[1] / GIGA
         return (
@@ -58,7 +58,7 @@ class Assessment:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The assessment as JSON values."""
+        """Return the assessment as JSON values."""
         times = dataclasses.asdict(self.timing)
         for name in ("commit_seconds", "stall_seconds"):
             times[name] = getattr(self.timing, name)
@@ -124,22 +124,23 @@ def _check_layout(plan: Plan) -> None:
     if roles > _MAX_ROLES:
         raise PlanError(f"parallel.dp: {roles} roles are more than {_MAX_ROLES}: set it lower")
     if roles != gpus:
-        whole, left = divmod(roles, cluster.gpus_per_node)
-        key, fitting = ("parallel.dp", "what fills nodes") if left else ("cluster.nodes", whole)
+        whole, rest = divmod(roles, cluster.gpus_per_node)
+        key, fitting = ("parallel.dp", "what fills nodes") if rest else ("cluster.nodes", whole)
         raise PlanError(
             f"{key}: tp x cp x pp x dp = {roles} roles, there are {cluster.nodes} nodes x"
             f" {cluster.gpus_per_node} GPUs = {gpus}: set it to {fitting}"
         )
 
 
-def _divide(key: str, part: int, of: str, whole: int) -> None:
+def _divide(key: str, part: int, name: str, whole: int) -> None:
+    """Check that ``part``, the value of ``key``, divides ``whole``, the value of ``name``."""
     if whole % part:
         fitting = next(n for n in range(part - 1, 0, -1) if whole % n == 0)
-        raise PlanError(f"{key}: {of} ({whole}) is no multiple of {part}: set it to {fitting}")
+        raise PlanError(f"{key}: {name} ({whole}) is no multiple of {part}: set it to {fitting}")
 
 
 def _check_scheme(plan: Plan) -> None:
-    """Check that the keys of the protection are compatible, as a run does."""
+    """Check the section ``protection`` as a run checks its settings."""
     nodes = plan.cluster.nodes + plan.cluster.spares
     try:
         reason = refusal(shards.protection_plan(plan), nodes, shards.settings_of(plan))
@@ -151,7 +152,7 @@ def _check_scheme(plan: Plan) -> None:
 
 def _check_domains(plan: Plan, placement: Placement) -> None:
     """Check that copies of a role never share a failure domain."""
-    if placement.same_domain:
+    if placement.shared_domain_count:
         wanted = losses_survived(shards.settings_of(plan)) + 1
         domains = {*placement.topology.domains.values()}
         raise PlanError(
@@ -162,7 +163,7 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
 
 
 def _check_window(plan: Plan, times: Timing) -> None:
-    """Check that the copies of each step are complete when the gate waits for them."""
+    """Check that the copies of each step are complete before the gate has to wait for them."""
     if times.stall_seconds <= 0:
         return
     rates = {

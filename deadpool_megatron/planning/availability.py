@@ -1,8 +1,8 @@
 """The share of node hours that train, by the number of spares and of model replicas. Pure.
 
-Nodes fail and return independently of each other, so the number of live nodes is binomial. A
-failure takes the time of its repair; the seconds of a recovery are left out, as is the loss of
-several nodes of a rack at once.
+Nodes fail and return independently of each other, so the number of live nodes has a binomial
+distribution. A failed node is away until it is repaired. The calculation ignores the seconds of
+a recovery, and the loss of several nodes of a rack at once.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 def training_share(replicas: Sequence[int], nodes: int, spares: int, live_share: float) -> float:
     """Return the mean share of all node hours, those of spares included, that train.
 
-    ``replicas``: the possible numbers of model replicas, ascending; the last takes ``nodes`` nodes.
-    A smaller number trains at its share of the rate. ``live_share``: hours in which a node is live,
-    between 0 and 1, both excluded.
+    ``replicas``: the possible numbers of model replicas, ascending; the last needs ``nodes`` nodes.
+    A smaller number trains at a proportional rate. ``live_share``: the share of time in which a
+    node is live, above 0 and below 1.
     """
-    bought, each = nodes + spares, nodes / replicas[-1]
+    total, nodes_each = nodes + spares, nodes / replicas[-1]
     mean = 0.0
-    for live in range(bought + 1):
-        ways = math.lgamma(bought + 1) - math.lgamma(live + 1) - math.lgamma(bought - live + 1)
-        chance = live * math.log(live_share) + (bought - live) * math.log1p(-live_share)
-        training = max((number for number in replicas if number * each <= live), default=0)
-        mean += math.exp(ways + chance) * training * each
-    return mean / bought
+    for live in range(total + 1):
+        # Logarithms, as the binomial coefficients of large clusters exceed a float.
+        ways = math.lgamma(total + 1) - math.lgamma(live + 1) - math.lgamma(total - live + 1)
+        chance = live * math.log(live_share) + (total - live) * math.log1p(-live_share)
+        training = max((number for number in replicas if number * nodes_each <= live), default=0)
+        mean += math.exp(ways + chance) * training * nodes_each
+    return mean / total

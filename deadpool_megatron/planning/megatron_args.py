@@ -1,6 +1,6 @@
-"""Sections of a plan that follow from the arguments of a Megatron-LM script: model, split, batch.
+"""Sections of a plan that follow from the arguments of a Megatron-LM script.
 
-A key without an argument is omitted, so the plan's own default or refusal applies.
+A key whose argument is not given is omitted, so the default of the plan or its refusal applies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ARGUMENTS = {
     },
 }
 _VOCABULARIES = {"Llama2Tokenizer": 32_000, "GPT2BPETokenizer": 50_257}
-#: of hosts with eight H100; none is measured here
+#: values for hosts with eight H100; none was measured here
 ASSUMED: dict[str, Any] = {
     "gpus_per_node": 8,
     "spares": 1,
@@ -57,30 +57,30 @@ ASSUMED: dict[str, Any] = {
 
 
 def sections_of(tokens: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
-    """Return the sections for a cluster of ``nodes`` that train; its other values are assumed.
-    Raises ValueError for a batch that Megatron-LM refuses on this cluster."""
-    named = flags.named_arguments(tokens)
-    found, work = vars(named), Workload.of(named)
+    """Return the sections for a cluster of ``nodes`` training nodes, with ASSUMED values for the
+    hosts. Raises ValueError for a batch that Megatron-LM refuses on this cluster."""
+    arguments = flags.named_arguments(tokens)
+    given, work = vars(arguments), Workload.of(arguments)
     sections = {
-        section: {key: found[name] for key, name in names.items() if name in found}
+        section: {key: given[name] for key, name in names.items() if name in given}
         for section, names in _ARGUMENTS.items()
     }
     model, parallel = sections["model"], sections["parallel"]
     hidden = model.get("hidden", 0)
     # Megatron-LM's validation computes the same default.
     default = int(hidden * 8 / 3 / 64) * 64 if "swiglu" in model else 4 * hidden
-    model["ffn"] = found.get("moe_ffn_hidden_size", model.get("ffn", default))
-    model["biases"] = "disable_bias_linear" not in found
-    model["rmsnorm"] = found.get("normalization") == "RMSNorm"
-    if found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
-        model["positions"] = found.get("max_position_embeddings", 0)
-    if size := _VOCABULARIES.get(str(found.get("tokenizer_type"))):
+    model["ffn"] = given.get("moe_ffn_hidden_size", model.get("ffn", default))
+    model["biases"] = "disable_bias_linear" not in given
+    model["rmsnorm"] = given.get("normalization") == "RMSNorm"
+    if given.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        model["positions"] = given.get("max_position_embeddings", 0)
+    if size := _VOCABULARIES.get(str(given.get("tokenizer_type"))):
         model.setdefault("vocab", size)
-    parallel["distributed_optimizer"] = "use_distributed_optimizer" in found
+    parallel["distributed_optimizer"] = "use_distributed_optimizer" in given
     parallel |= {"tp": work.grid.tp, "pp": work.grid.pp}
     parallel["dp"] = max(1, nodes * int(ASSUMED["gpus_per_node"]) // work.grid.ranks)
     if problem := work.problem(parallel["dp"]):
         raise ValueError(f"{parallel['dp']} data-parallel ranks: {problem}")
     cluster = {**ASSUMED, "nodes": nodes}
-    cluster["tokens_per_step"] = found.get("global_batch_size", 0) * found.get("seq_length", 0)
+    cluster["tokens_per_step"] = given.get("global_batch_size", 0) * given.get("seq_length", 0)
     return {**sections, "cluster": cluster}

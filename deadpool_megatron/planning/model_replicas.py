@@ -1,9 +1,9 @@
 """The numbers of model replicas with which a command can train, from Megatron's arguments.
 
 The arguments are those that Megatron has validated, or those that a command line names; an absent
-argument has Megatron's default. A smaller number must train on the same batches: each of them
-divides, and the interleaved schedule starts. No number is below half of the full number, as a node
-would need more memory for the change than is reckoned with.
+argument has Megatron's default. A smaller number of replicas must train on the same batches: each
+batch can be divided among the replicas, and the interleaved schedule can run. Numbers below half
+of the full number are excluded, as the change would need more memory on a node than is planned.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from deadpool_megatron.layout.sizes import Sizes, fixed_by_scheme
 from deadpool_megatron.support import flags
 
 _BATCH = "--global-batch-size"
-# Of Megatron's arguments, and as a command line names them.
+# Names in Megatron's validated arguments, and on a command line.
 _INTERLEAVED = (
     *("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"),
     "num_layers_per_virtual_pipeline_stage",
 )
 _GROUPS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
-# A batch that allows more is searched up to this multiple of the given batch.
-_SEARCHED = 4
+# The search for a batch that allows more numbers ends at this multiple of the given batch.
+_MAX_BATCH_FACTOR = 4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The split of a model and its iterations. ``batches``: samples of each kind of iteration, and
-    those of its micro-batch; ``group``: micro-batches of a group of the interleaved schedule, 0 for
-    another schedule."""
+    """The split of a model and its iterations. ``batches``: for each kind of iteration, the samples
+    of its batch and of its micro-batch; ``group``: micro-batches in a group of the interleaved
+    schedule, 0 for another schedule."""
 
     grid: Grid
     batches: tuple[tuple[int, int], ...] = ()
@@ -67,16 +67,16 @@ class Workload:
         return *(n for n in smaller if not self.problem(n, members_per_node)), full
 
     def nearest_batch(self, full: int, members_per_node: int) -> Workload | None:
-        """Return the same with the nearest batch that allows more numbers; None if there is none
-        or batches differ."""
+        """Return the workload with the nearest batch that allows more numbers; None if there is no
+        such batch, or if there are several batches."""
         if len(self.batches) != 1:
             return None
-        (batch, micro), known = self.batches[0], len(self.possible(full, members_per_node))
-        steps = range(micro * full, _SEARCHED * batch, micro * full)
+        (batch, micro), count = self.batches[0], len(self.possible(full, members_per_node))
+        steps = range(micro * full, _MAX_BATCH_FACTOR * batch, micro * full)
         for samples in sorted(steps, key=lambda samples: abs(samples - batch)):
             other = replace(self, batches=((samples, micro),))
             fits = not other.problem(full, members_per_node)
-            if fits and len(other.possible(full, members_per_node)) > known:
+            if fits and len(other.possible(full, members_per_node)) > count:
                 return other
         return None
 
@@ -98,9 +98,9 @@ class Workload:
 def sizes_of(args: Any, given: Any, world_size: int, members_per_node: int) -> Sizes:
     """Return the sizes of a run of ``world_size`` roles at full size.
 
-    ``given``: the arguments that the user has given. Megatron's default for a batch follows the
-    number of replicas, and learning rates follow the batch; a schedule of batches excludes a given
-    batch.
+    ``given``: the arguments that the user has given. Without a given batch the run has one size:
+    Megatron's default for the batch follows the number of replicas, and learning rates depend on
+    the batch. Megatron's schedule of batches cannot be combined with a given batch.
     """
     work = Workload.of(args)
     full = world_size // work.grid.ranks
@@ -117,32 +117,33 @@ def sizes_of(args: Any, given: Any, world_size: int, members_per_node: int) -> S
 def sizes_of_command(
     tokens: Sequence[str], world_size: int, members_per_node: int, scheme: str
 ) -> Sizes:
-    """Return the sizes of a command line."""
-    named = flags.named_arguments(tokens)
-    return sizes_of(named, named, world_size, members_per_node).fixed(fixed_by_scheme(scheme))
+    """Return the sizes of the run that a command line starts."""
+    given = flags.named_arguments(tokens)
+    return sizes_of(given, given, world_size, members_per_node).fixed(fixed_by_scheme(scheme))
 
 
 def describe(tokens: Sequence[str], world_size: int, members_per_node: int, scheme: str) -> str:
-    """Return a line with the sizes of a command line and the nearest batch that allows more; empty
-    for a single replica."""
+    """Return a line with the sizes of a command line's run and the nearest batch that allows more
+    sizes; empty for a single replica."""
     sizes = sizes_of_command(tokens, world_size, members_per_node, scheme)
     work, full = Workload.of(flags.named_arguments(tokens)), sizes.replicas[-1]
     if full < 2:
         return ""
-    text = f"model replicas: {_listed(sizes.replicas)}"
+    text = f"model replicas: {_in_order(sizes.replicas)}"
     text += f" only ({sizes.reason})" if sizes.reason else ""
     other = work.nearest_batch(full, members_per_node)
     if other is not None and sizes.replicas == work.possible(full, members_per_node):
-        more = _listed(other.possible(full, members_per_node))
+        more = _in_order(other.possible(full, members_per_node))
         text += f"; with {_BATCH} {other.batches[0][0]}: {more}"
     return text
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _in_order(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, reversed(numbers)))
 
 
 def _batches(args: Any) -> Iterator[tuple[int, int]]:
+    """Yield batch and micro-batch of training, of evaluation, and of each step of a ramp-up."""
     batch, micro = _number(args, "global_batch_size", 0), _number(args, "micro_batch_size")
     if not batch:
         return

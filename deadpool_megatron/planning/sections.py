@@ -1,8 +1,8 @@
 """The sections of a plan, and a strict reader of them from YAML and overrides.
 
-Each section is a frozen dataclass, each key with its help and bounds: the help text of ``deadpool
-plan`` and the checks of the file both come from here. Units are part of the names: ``_gb`` are 10^9
-bytes. Each error raises PlanError with a line that names the key; no value is guessed.
+Each section is a frozen dataclass whose keys have a help text and bounds, from which the help of
+``deadpool plan`` and the checks of the file are made. Units are part of the names: ``_gb`` means
+10^9 bytes. Each error raises PlanError with a line that names the key; no value is guessed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class PlanError(UserError, ValueError):
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number: ``min`` and ``max`` are allowed themselves, ``above`` is not."""
+    """Bounds of a number: at least ``min``, at most ``max``, and greater than ``above``."""
 
     min: float | None = None
     above: float | None = None
-    #: larger numbers are mistakes, and formulas would end in infinity
+    #: larger numbers are mistakes, and would make formulas overflow to infinity
     max: float = 1e18
 
 
 Natural = Annotated[int, Bounds(min=0)]
 Count = Annotated[int, Bounds(min=1)]
-# A divisor; messages search smaller numbers that fit.
+# A divisor. It is bounded because messages search all smaller numbers for a fitting divisor.
 Shares = Annotated[int, Bounds(min=1, max=1_000_000)]
 Several = Annotated[int, Bounds(min=2)]
 Cadence = Annotated[int, Bounds(min=1, max=LONGEST_CADENCE)]
@@ -80,7 +80,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """The model's split by Megatron; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
+    """The split of the model; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
 
     tp: Shares = _key("tensor parallel size")
     pp: Shares = _key("pipeline parallel size")
@@ -114,7 +114,7 @@ class PlannedProtection:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The hosts. Rates are those that you measured, not those of a data sheet."""
+    """The hosts. Rates must be measured, not taken from a data sheet."""
 
     nodes: Count = _key("nodes that train")
     gpus_per_node: Count = _key("GPUs, and so roles, of a node")
@@ -137,7 +137,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole file."""
+    """All sections of a plan."""
 
     model: Model
     parallel: Parallel
@@ -153,8 +153,8 @@ def read_plan(
     overrides: Iterable[str] = (),
     given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """Return the plan in a file. Overrides (``section.key=value``) come before the file, the file
-    before ``given`` values. ``path``: None if no file is needed. Raises PlanError."""
+    """Return the plan in a file. Overrides (``section.key=value``) take precedence over the file,
+    and the file over ``given`` values. ``path``: None if there is no file. Raises PlanError."""
     try:
         values = {} if path is None else _parse(path.read_text("utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -194,7 +194,8 @@ def _override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _parse(text: str) -> Any:
-    """Parse YAML. Training nodes need no YAML package, only this command. Raises PlanError."""
+    """Parse YAML. The import is here because training nodes need no YAML package. Raises
+    PlanError."""
     try:
         import yaml
     except ImportError as error:
@@ -215,14 +216,15 @@ def _section(name: str, cls: type[Any], given: Mapping[Any, Any]) -> Any:
     for entry in dataclasses.fields(cls):
         place, value = f"{name}.{entry.name}", given.get(entry.name)
         if value is not None:
-            found[entry.name] = _checked(place, value, hints[entry.name])
+            found[entry.name] = _convert(place, value, hints[entry.name])
         elif entry.default is dataclasses.MISSING:
             raise PlanError(f"{place}: missing ({entry.metadata['help']})")
     return cls(**found)
 
 
-def _checked(place: str, value: Any, hint: Any) -> Any:
-    """Return the value converted to its type. Raises PlanError."""
+def _convert(place: str, value: Any, hint: Any) -> Any:
+    """Return the value of key ``place`` as the type ``hint``. Raises PlanError for a value of
+    another type or out of bounds."""
     if type(None) in (options := get_args(hint)):
         hint = options[0]
     if hint is SchemeKind:
@@ -235,7 +237,7 @@ def _checked(place: str, value: Any, hint: Any) -> Any:
             raise PlanError(f"{place}: must be {_NAMES[kind]}, got {value!r}")
         return value
     try:
-        number = float(value)  # for YAML 1.1, 65e9 is text
+        number = float(value)  # YAML 1.1 reads 65e9 as text
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if isinstance(value, bool) or not isfinite(number) or (kind is int and number != int(number)):
@@ -248,7 +250,7 @@ def _checked(place: str, value: Any, hint: Any) -> Any:
 
 
 def _problems(model: Model, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each conflict between keys."""
+    """Yield a message for each conflict between keys."""
     missing = [name for name in _SHAPE if getattr(model, name) is None]
     if model.parameters is None:
         if missing:

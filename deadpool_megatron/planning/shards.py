@@ -9,7 +9,8 @@ Per layer, with h hidden, f ffn, k = kv_heads / heads:
     biases         h·(1 + 2k) + h, and f (swiglu 2f) + h
 
 and once: vocab·h (twice when untied), positions·h, one last norm. Seats and groups of roles follow
-Megatron's numbering (order tp-cp-ep-dp-pp); the layouts are those that members of the run register.
+Megatron's numbering (order tp-cp-ep-dp-pp). The layouts are like those that members of the run
+would register.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """The complete shape of a model; counts are parameters."""
+    """The complete shape of a model. ``attention``, ``mlp`` (of one expert), ``norm``, ``router``
+    and ``row_bias`` are numbers of parameters in one layer."""
 
     layers: int
     hidden: int
@@ -73,7 +75,7 @@ def total_parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of parameters that process one token: N of the 6·N·tokens rule."""
+    """Return the number of parameters that process one token: N of the rule 6·N·tokens."""
     shape = Shape.of(model)
     if shape is None:
         return total_parameters(model)
@@ -83,14 +85,16 @@ def active_parameters(model: Model) -> int:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of one GPU in one pipeline stage, shared by its data-parallel peers."""
+    """Numbers of parameters on one GPU of a pipeline stage; data-parallel peers have the same
+    parameters."""
 
     dense: float
     expert: float
 
 
 def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
-    """Return the parameters of each pipeline stage; a tied embedding is in the first and last."""
+    """Return the parameters of each pipeline stage; a tied embedding is in the first and the last
+    stage."""
     tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
     etp = parallel.etp or tp
     shape = Shape.of(model)
@@ -111,7 +115,8 @@ def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
 
 
 def step_seconds(plan: Plan) -> float:
-    """Return the given time, or 6 · parameters · tokens / (GPUs · tflops · 10^12 · efficiency)."""
+    """Return the given time of a step, or else 6 · parameters · tokens / (GPUs · tflops · 10^12 ·
+    efficiency)."""
     cluster = plan.cluster
     if cluster.step_seconds is not None:
         return cluster.step_seconds
@@ -137,7 +142,8 @@ def protection_plan(plan: Plan) -> ProtectionPlan:
 
 
 def slots_of(plan: Plan) -> int:
-    """Return the number of generations in a segment: 2 or 3, and the lag."""
+    """Return the number of generations in a segment: the lag plus 2, or plus 3 where no collective
+    keeps all roles together at their gates."""
     parallel = plan.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     spans_world = parallel.distributed_optimizer and parallel.optimizer_instances == 1
@@ -162,8 +168,8 @@ def topology_of(plan: Plan) -> Topology:
 
 
 def _rack(node: int, cluster: Cluster) -> str:
-    """Return the rack of a node. Racks have equal sizes, or each node is a rack; spares get
-    racks in turn."""
+    """Return the rack of a node. Training nodes fill racks of equal size, and spares are put in
+    the racks in turn. Without racks, each node is a failure domain of its own."""
     if cluster.racks is None:
         return f"node{node}"
     if node >= cluster.nodes:
@@ -180,7 +186,7 @@ def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
 
 
 def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]:
-    """Yield the shards of the dense optimizer and of the experts' optimizer."""
+    """Yield the shard parts of the dense optimizer and of the experts' optimizer."""
     grid, replicas = plan.parallel.grid, plan.parallel.dp
     groups = [(stage.dense, grid.data_peers(role, replicas))]
     if stage.expert:
@@ -190,7 +196,8 @@ def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]
         if not plan.parallel.distributed_optimizer:
             yield PartInfo(name, math.ceil(nbytes), group)
             continue
-        # An instance is a range of the group; equal places hold equal bytes.
+        # An optimizer instance is a range of the group. Ranks at the same place of their instances
+        # hold equal bytes.
         shards = len(group) // plan.parallel.optimizer_instances
         place = group.index(role) % shards
         yield PartInfo(name, math.ceil(nbytes / shards), group[place::shards])

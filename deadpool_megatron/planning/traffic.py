@@ -1,12 +1,12 @@
 """Bytes in the memory and on the network of each node, and the duration of a commit.
 
-    copy        shard of a role / pcie                       each GPU has a link of its own
-    checksum    shard of a role / checksum                   a thread per role; with local-twice
+    copy        shard of a role / pcie_gb_s                  each GPU has a link of its own
+    checksum    shard of a role / checksum_gb_s              a thread per role; with local-twice
                                                               the second copy is hashed as well
     ship        the larger of bytes out and bytes in of a node / (nic · nic_fraction)
-    paced ship  the same bytes / (nic · link_share), or, if shorter, 0.7 of the window's time after
-                copy and checksum; never shorter than ship. This is the duration while training
-                uses the network all the time; in gaps copies are as fast as ship
+    paced ship  the same bytes / (nic · link_share), or, if shorter, 0.7 of the time that the window
+                leaves after copy and checksum; never shorter than ship. It applies while training
+                uses the network all the time; in the gaps of training, copies are as fast as ship
     commit      copy + checksum + paced ship                 in sequence, as in the vault
     window      forward and backward + (cadence · (1 + max_lag) - 1) · step
                                                               from an update to its commit gate
@@ -37,8 +37,8 @@ _PACED_SHARE = 0.7
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """The bytes of a role's generation without extras: all, and those sent to each buddy, or with
-    parity to each holder of a block."""
+    """The bytes of a role's generation without extras: all bytes, and the bytes that are sent to
+    each buddy, or with parity to each holder of a block."""
 
     shard_bytes: int
     sent_bytes: int
@@ -54,8 +54,8 @@ class Placement:
     groups: tuple[ParityGroup, ...]
 
     @property
-    def same_domain(self) -> int:
-        """The number of copies without a failure domain of their own."""
+    def shared_domain_count(self) -> int:
+        """Return the number of copies without a failure domain of their own."""
         missing = 0
         for number, role in self.roles.items():
             holders = (self.topology.seats[number], *role.buddies)
@@ -64,7 +64,7 @@ class Placement:
 
 
 def place(plan: Plan) -> Placement:
-    """Place all roles, and choose the nodes of their copies."""
+    """Return the placement of all roles and of their copies."""
     topology, survived = shards.topology_of(plan), losses_survived(shards.settings_of(plan))
     seats, domains = topology.seats, topology.domains
     copies = CopyPlacement(seats, domains, topology.spares, survived)
@@ -90,7 +90,9 @@ def place(plan: Plan) -> Placement:
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """Bytes of one node."""
+    """Bytes of one node: the unique state of its roles, memory, and traffic per generation.
+
+    ``own_slots_bytes``: slots of the node's roles; ``copies_bytes``: copies and parity blocks."""
 
     unique_bytes: int
     own_slots_bytes: int
@@ -100,13 +102,13 @@ class NodeLoad:
 
     @property
     def memory_bytes(self) -> int:
-        """Shared memory for slots of every kind."""
+        """Return the shared memory for slots of every kind."""
         return self.own_slots_bytes + self.copies_bytes
 
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
-    """Return the load of each node for a protected generation. For
-    spares it is the copies of buddies; their own slots are created only if memory is left."""
+    """Return the load of each node for a protected generation. The load of a spare is the copies
+    that it keeps; a spare creates slots of its own only if memory is left."""
     extras, seats = plan.protection.extras_bytes_per_role, placement.topology.seats
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
@@ -129,7 +131,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step, of one commit for the slowest node, and between two commits."""
+    """Seconds of one step, of one commit for the slowest node, and between two commits (cycle)."""
 
     step_seconds: float
     forward_backward_seconds: float
@@ -142,17 +144,18 @@ class Timing:
 
     @property
     def commit_seconds(self) -> float:
-        """From the update until the generation is committed, at the pace of copies."""
+        """Return the time from the update until the generation is committed, with paced copies."""
         return self.copy_seconds + self.checksum_seconds + self.paced_ship_seconds
 
     @property
     def min_commit_seconds(self) -> float:
-        """The same while a gate waits: copies then use all bandwidth that training leaves."""
+        """Return the commit time while a gate waits: copies then use all bandwidth that training
+        leaves."""
         return self.copy_seconds + self.checksum_seconds + self.ship_seconds
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds for which every step would wait at fence or gate; 0 in a plan that holds."""
+        """Return for how long every step would wait at fence or gate; 0 in a plan that holds."""
         return max(
             0.0,
             self.min_commit_seconds - self.window_seconds,

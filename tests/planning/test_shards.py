@@ -28,7 +28,7 @@ def test_copies_lie_in_other_domains_where_there_are_enough(replicas, racks, spa
     )
     placement = place(plan)
     if len(set(placement.topology.domains.values())) > replicas:
-        assert placement.same_domain == 0
+        assert placement.shared_domain_count == 0
     for number, role in placement.roles.items():
         assert placement.topology.seats[number] not in role.buddies
 

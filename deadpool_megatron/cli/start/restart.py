@@ -212,7 +212,7 @@ def _node_numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
         return tuple(range(wanted))
     record = EpochRecord.from_dict(newest[1])
     history = record.history
-    lost = {*history.gone, *journal.numbers(GONE), *history.wrong, *journal.numbers(WRONG)}
+    lost = {*history.removed, *journal.numbers(GONE), *history.quarantined, *journal.numbers(WRONG)}
     known = {*record.nodes, *lost, *journal.numbers("node")}
     seated = {seat.node for seat in record.seats.values()}
     kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))

@@ -95,7 +95,7 @@ def begin(
     record = newest_record(journal, recovered.record)
     if record is None:
         return
-    gone, wrong = record.history.gone, record.history.wrong
+    gone, wrong = record.history.removed, record.history.quarantined
     unknown = "was given up (its note in the journal is not understood)"
     lost = read_notes(journal, (GONE, "cause"), gone, unknown, on_trouble)
     # Each with a host of which no node gets a role again; empty if other nodes of it may.

@@ -290,12 +290,12 @@ def _history(core: Core, restore: Restore) -> History:
     recomputed = 0 if recovery is None else recovery.recomputed(restore)
     history = History(
         kept=planner.keep_lineages(state.lineage.kept, restore, state.epoch + 1),
-        gone=dict(sorted(state.fleet.removed.items())),
-        wrong=state.fleet.quarantined,
-        wrong_hosts=state.fleet.quarantined_hosts,
+        removed=dict(sorted(state.fleet.removed.items())),
+        quarantined=state.fleet.quarantined,
+        quarantined_hosts=state.fleet.quarantined_hosts,
         distrusted=state.fleet.distrusted - state.fleet.removed.keys(),
         nonfinite=state.blame.nonfinite,
-        struck=state.lineage.invalidated,
+        invalidated=state.lineage.invalidated,
         failures=tuple({**known.to_dict(), "iteration": k} for k, known in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + recomputed,

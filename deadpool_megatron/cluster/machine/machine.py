@@ -127,9 +127,9 @@ class Machine(Core):
         if history.sizes is not None:
             state.memory.sizes, state.changes = history.sizes, history.changes
         fleet = state.fleet
-        fleet.removed = {**history.gone, **removed}
-        fleet.quarantined = history.wrong | quarantined.keys()
-        fleet.quarantined_hosts = history.wrong_hosts | {*filter(None, quarantined.values())}
+        fleet.removed = {**history.removed, **removed}
+        fleet.quarantined = history.quarantined | quarantined.keys()
+        fleet.quarantined_hosts = history.quarantined_hosts | {*filter(None, quarantined.values())}
         fleet.draining = fleet.quarantined & state.seats.nodes
         fleet.distrust(history.distrusted)
         lineage = state.lineage
@@ -138,8 +138,8 @@ class Machine(Core):
         for restore in reversed(valid):
             if not is_rolled_back(restore.generation, history.nonfinite):
                 lineage.add_valid(restore)
-        lineage.remove(history.struck)
-        lineage.invalidated = history.struck
+        lineage.remove(history.invalidated)
+        lineage.invalidated = history.invalidated
         # Failures are counted across coordinators, so that a repeated failure ends the run.
         state.blame.failures = tuple(
             (int(entry["iteration"]), Failure.from_dict(entry)) for entry in history.failures

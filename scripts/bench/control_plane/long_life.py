@@ -36,7 +36,7 @@ def age(journal: Path, events: Path) -> int:
     lost = range(_FIRST_LOST, _FIRST_LOST + _LOST_NODES)
     history = History(
         kept={1: 0} | {lineage: lineage for lineage in lineages} | {EPOCHS: NO_LIMIT},
-        gone=dict.fromkeys(lost, "connection closed"),
+        removed=dict.fromkeys(lost, "connection closed"),
         recoveries=EPOCHS,
     )
     for node in lost:

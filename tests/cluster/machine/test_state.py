@@ -78,7 +78,7 @@ def test_history_is_cut_to_a_limit():
     lines = {lineage: lineage for lineage in range(1, 5001)}
     history = History(
         kept={**lines, 5001: NO_LIMIT},
-        gone=dict.fromkeys((n for n in range(100_000) if n % 10_000), "x" * 100_000),
+        removed=dict.fromkeys((n for n in range(100_000) if n % 10_000), "x" * 100_000),
         nonfinite=dict.fromkeys(range(100_000), 1),
     )
     text = json.dumps(history.to_dict())
@@ -86,7 +86,7 @@ def test_history_is_cut_to_a_limit():
     found = History.from_dict(json.loads(text))
     assert max(found.kept) == 5001
     assert max(found.nonfinite) == 99_999
-    assert set(found.gone) == set(history.gone), "none of them may come back"
+    assert set(found.removed) == set(history.removed), "none of them may come back"
 
 
 def test_takeover_knows_all_that_its_record_holds():
@@ -95,11 +95,11 @@ def test_takeover_knows_all_that_its_record_holds():
     failure = {"kind": "hang", "cause": "no step", "iteration": 6, "node": 1, "signature": "s"}
     history = History(
         kept={1: 5, 2: NO_LIMIT},
-        gone={9: "its connection closed"},
-        wrong=frozenset({1}),
-        wrong_hosts=frozenset({"host8"}),
+        removed={9: "its connection closed"},
+        quarantined=frozenset({1}),
+        quarantined_hosts=frozenset({"host8"}),
         nonfinite={4: 1},
-        struck=frozenset({"/struck"}),
+        invalidated=frozenset({"/struck"}),
         failures=(failure,),
         recoveries=3,
         steps_recomputed=11,
@@ -124,7 +124,7 @@ def test_takeover_knows_all_that_its_record_holds():
     assert state.fleet.quarantined_hosts == {"host7", "host8"}
     assert state.fleet.draining == {1}, "it has a role"
     line = state.lineage
-    assert (line.kept, line.invalidated, line.newest) == (history.kept, history.struck, 7)
+    assert (line.kept, line.invalidated, line.newest) == (history.kept, history.invalidated, 7)
     assert line.ever_ran
     assert line.valid == (newest, older), "neither struck off nor of an iteration thrown away"
     ((iteration, known),) = state.blame.failures

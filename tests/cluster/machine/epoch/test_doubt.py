@@ -160,7 +160,7 @@ def test_lost_device_moves_the_roles_of_its_node_at_once(until):
     rig.opened()
     assert rig.state.phase is Phase.RUNNING
     assert nodes_of(rig.record) == {0: 0, 1: 0, 2: 2, 3: 2}
-    assert rig.record.history.wrong == {1}
+    assert rig.record.history.quarantined == {1}
     assert kinds(rig, Kind.NODE_QUARANTINED) == ["device-error"]
 
 
