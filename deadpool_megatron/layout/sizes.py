@@ -53,8 +53,8 @@ class SizeChanges(Coded):
     """Changes of the number of model replicas, as far as a coordinator must know them.
 
     ``trained``: the number of roles that have completed the newest iteration, if any has.
-    ``failed``: the size of each change that failed. ``wait_seconds``: the usual wait for a spare:
-    the time of the start until all roles had their state, or twice that of the last change.
+    ``failed``: the size of each change that failed. ``wait_seconds``: how long to wait for a spare:
+    as long as the start took until all roles had their state, or twice as long as the last change.
     """
 
     trained: int = 0

@@ -267,7 +267,7 @@ class UserRequests:
             if error and verb is not Verb.STOP:
                 return _not_now(error)
             failpoints.hit("coordinator.request")
-            self._context.feed(inputs.Asked(request))
+            self._context.feed(inputs.RequestMade(request))
             self._forget_known()
             newest = (request for request in self._context.state.requests if request.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}

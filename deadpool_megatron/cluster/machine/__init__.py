@@ -5,7 +5,7 @@
 | machine | the class: routes inputs, keeps deadlines, begins a run or a takeover |
 | inputs, actions | the inputs and the outputs, typed |
 | state | the knowledge: nodes, members, memory, the lineage, the phases; data and look-ups |
-| core | the state and the input at hand, as each topic sees them |
+| core | the state and the current input, as each topic sees them |
 | bootstrap | nodes join and are checked; the first epoch |
 | takeover | a new coordinator continues a run |
 | membership | the loss of nodes, the life of member processes |

@@ -26,8 +26,8 @@ class WriteRecord(Action):
 
 @dataclass(frozen=True)
 class Note(Action):
-    """Journal a note (kind, number, entry) for a successor: the next record, which includes it, may
-    come much later."""
+    """Journal a note (kind, number, entry) for a successor, since the next record, which contains
+    the same facts, may come much later."""
 
     kind: str
     number: int
@@ -36,8 +36,8 @@ class Note(Action):
 
 @dataclass(frozen=True)
 class Announce(Action):
-    """Send the record to every agent. ``forgotten_from``: numbers of this iteration and later are
-    void, because a number was not finite."""
+    """Send the record to every agent. ``forgotten_from``: numbers that were reported for this
+    iteration and later are void, as these iterations are computed again with other results."""
 
     record: EpochRecord
     forgotten_from: int | None = None
@@ -53,8 +53,8 @@ class Welcome(Action):
 
 @dataclass(frozen=True)
 class DropNode(Action):
-    """Order the agent to stop, close its connection, and accept nothing more from it. ``excluded``:
-    its host is not fit for the run, and must not join again."""
+    """Order the agent to stop, close its connection, and accept no more messages from it.
+    ``excluded``: the host is not fit for the run, and must not join again."""
 
     node: int
     cause: str
@@ -75,7 +75,7 @@ class StartMembers(Action):
 class KillMember(Action):
     """Kill the process; MemberLost comes back when it is reaped.
 
-    ``hung``: it makes no progress, and is asked for its stacks first.
+    ``hung``: the process makes no progress, so its stacks are collected first.
     """
 
     node: int
@@ -102,8 +102,8 @@ class Pause(Action):
 
 @dataclass(frozen=True)
 class Dump(Action):
-    """Have the vaults of ``nodes`` write what they hold of the generation to ``directory``; if
-    ``held`` is not empty, of all these generations, each to its own directory below."""
+    """Have the vaults of ``nodes`` write their parts of the generation to ``directory``. If
+    ``held`` is not empty, they write their parts of these generations, each to a subdirectory."""
 
     nodes: tuple[int, ...]
     directory: str
@@ -141,7 +141,7 @@ class EndRun(Action):
 
 @dataclass(frozen=True)
 class InspectCheckpoints(Action):
-    """Check that the checkpoints are there, then return CheckpointsFound as an input."""
+    """Check that the checkpoints still exist, then return CheckpointsFound as an input."""
 
     valid: tuple[Restore, ...]
 
@@ -151,8 +151,8 @@ class Finish(Action):
     """Write final.json, have every agent stop and clean up; ``resume``: where to continue later.
 
     ``kind``: FailureKind value of the failure that ended the run; empty if there was none.
-    ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
-    ended before its last iteration; :meth:`with_checkpoint` then decides how the run ends.
+    ``keeps_slots``: the agents leave the slots in memory. ``is_early``: the program ended before
+    its last iteration; :meth:`with_checkpoint` then decides how the run ends.
     """
 
     exit_status: int
@@ -163,8 +163,8 @@ class Finish(Action):
     is_early: bool = False
 
     def with_checkpoint(self, durable: Restore | None) -> Finish:
-        """Return the end of a run whose newest checkpoint is ``durable``, when every requested save
-        is valid: a run that ended early is continued, if possible."""
+        """Return the action for a run whose newest checkpoint is ``durable``, after every requested
+        save has become valid. A run that ended early can continue from that checkpoint."""
         if not self.is_early:
             return self
         if durable is None:
@@ -175,7 +175,7 @@ class Finish(Action):
 
 @dataclass(frozen=True)
 class ExpediteExit(Action):
-    """Cut short everything that the end of the run waits for, because the user does not wait."""
+    """End all waits of a run that is ending, because the user does not want to wait."""
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,21 @@ from deadpool_megatron.failures import GRACE_SECONDS, OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
 from deadpool_megatron.wire.forms import Coded
 
-# This many causes of an end are reported.
+# This many causes are reported at the end of a run.
 SHOWN_FAILURES = 3
-# This many equal failures in a row, without any progress, end the retries.
+# This many equal failures without any progress end the retries: for processes that exited by
+# themselves, and for all other failures.
 _SAME_EXITS = 2
 _SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class Failure(Coded):
-    """The cause of an epoch's end. ``signature``: equal for the same failure again; () if it is no
-    failure.
+    """The cause of an epoch's end. ``signature``: equal for each repetition of a failure; () for a
+    cause that is no failure.
 
     ``exited``: the process ended by itself, so another try will most likely end in the same way.
-    ``evidence``: details beyond ``cause`` for the search for a bug, such as the name of a log.
+    ``evidence``: details beyond ``cause`` that help to find a bug, such as the name of a log.
     """
 
     cause: str
@@ -44,8 +45,8 @@ class Failure(Coded):
 
 @dataclass(frozen=True)
 class FinalStatus:
-    """The end of the run once its state is saved. ``kind``: that of the failure that ends it.
-    ``exports``: a dump is made a checkpoint, too, as nothing waits for the end."""
+    """The end of the run once its state is saved. ``kind``: the kind of the failure that ends it.
+    ``exports``: a dump is exported as a checkpoint too, as there is no hurry."""
 
     status: int
     reason: str
@@ -53,13 +54,13 @@ class FinalStatus:
     exports: bool = False
 
     def with_detail(self, detail: str) -> FinalStatus:
-        """Return the same end with another clause of its reason."""
+        """Return the status with another clause added to its reason."""
         return replace(self, reason=f"{self.reason}; {detail}")
 
 
 @dataclass
 class Suspicion:
-    """A failure whose better cause may still arrive."""
+    """A failure that may be a consequence of another failure, of which a report may arrive."""
 
     failure: Failure
     at: float
@@ -75,11 +76,11 @@ class Suspicion:
 
 @dataclass
 class Blame:
-    """Failures and bad state. ``failures``: those since the newest iteration, with it; ``stacks``:
-    positions of processes that hung. ``bad_parts``, ``bad_generations``: must not be restored from;
-    ``suspected``: failed to restore once. ``nonfinite``: see :class:`History`. ``poisoned_from``:
-    nothing may be restored from this iteration on, until an epoch is decided that continues before
-    it."""
+    """Failures and bad state. ``failures``: pairs of the iteration that was reached and a failure
+    since; ``stacks``: positions of processes that hung. ``bad_parts``, ``bad_generations``: state
+    that must not be restored; ``suspected``: generations that failed to restore once.
+    ``nonfinite``: see :class:`History`. ``poisoned_from``: no state of this iteration or a later
+    iteration may be restored, until an epoch is decided that continues before it."""
 
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
@@ -91,32 +92,32 @@ class Blame:
     poisoned_from: int | None = None
 
     def note_failure(self, reached: int, failure: Failure) -> None:
-        """Count a failure after the iteration ``reached``; progress followed the failures before
-        that, so these do not count any more."""
-        same = (known for known in self.failures if known[0] >= reached)
-        self.failures = (*same, (reached, failure))
+        """Count a failure after the iteration ``reached``. Failures before that iteration do not
+        count any more, as progress followed them."""
+        recent = (known for known in self.failures if known[0] >= reached)
+        self.failures = (*recent, (reached, failure))
 
     def crash_loop(self, allowed: int) -> FinalStatus | None:
-        """Return how the run ends if the last failure repeats, or more than ``allowed`` came
-        without a new iteration in between: that is the program's own fault."""
-        failure, newest = self.failures[-1][1], max(iteration for iteration, _ in self.failures)
-        every = [known for _, known in self.failures]
-        same = [known for known in every if known.signature == failure.signature]
-        repeated = _is_repeated(same, failure)
-        if not repeated and len(every) <= allowed:
+        """Return the end of the run if the last failure is repeated, or if more than ``allowed``
+        failures came without a new iteration in between; else None."""
+        last, newest = self.failures[-1][1], max(iteration for iteration, _ in self.failures)
+        failures = [failure for _, failure in self.failures]
+        same = [failure for failure in failures if failure.signature == last.signature]
+        repeated = _is_repeated(same, last)
+        if not repeated and len(failures) <= allowed:
             return None
-        chosen = same if repeated else every
-        listed = [*dict.fromkeys(known.with_evidence() for known in chosen[-SHOWN_FAILURES:])]
-        if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
-            listed += self.stacks
+        chosen = same if repeated else failures
+        causes = [*dict.fromkeys(failure.with_evidence() for failure in chosen[-SHOWN_FAILURES:])]
+        if last.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
+            causes += self.stacks
         count = f"{len(chosen)} times the same failure, so it is not tried again: "
         reason = f"no progress after iteration {newest}: {count if repeated else ''}"
-        kind = FailureKind.BUG if repeated else failure.kind
-        return FinalStatus(1, reason + "; ".join(listed), kind)
+        kind = FailureKind.BUG if repeated else last.kind
+        return FinalStatus(1, reason + "; ".join(causes), kind)
 
     def suspect(self, new: Suspicion) -> None:
-        """Take its failure for the cause unless a better cause comes in time; state that did not
-        restore is a better cause."""
+        """Take the failure of ``new`` for the cause, unless a better cause comes in time. State
+        that did not restore is a better cause than the suspicion so far."""
         known = self.suspicion
         if known is None:
             self.suspicion = new
@@ -129,8 +130,9 @@ class Blame:
     def believe(self, suspicion: Suspicion, restore: Restore) -> None:
         """Note the bad state of a ``restore`` that failed, as no better cause came.
 
-        The first time a device may be at fault; the second time the generation is given up. State
-        that did not come from memory has another name in each epoch: its path is struck off.
+        After the first failure, a device may be at fault; after the second, the generation is given
+        up. State that is not from memory is a new generation in each epoch, so its path is
+        invalidated instead (:func:`.faults.believe`).
         """
         self.bad_parts |= suspicion.bad_parts
         if suspicion.restore_failed and restore.kind == "memory":
@@ -142,13 +144,14 @@ class Blame:
         return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
 
     def discard(self, iteration: int, lineage: int) -> None:
-        """Bar from any restore the state that includes ``iteration`` and was computed in this
-        lineage or before."""
+        """Exclude from restores all state that includes ``iteration`` and was computed in this
+        lineage or an earlier lineage."""
         self.nonfinite = {**self.nonfinite, iteration: lineage}
         self.poisoned_from = iteration
 
     def untrusted(self, inventories: Iterable[Inventory]) -> frozenset[Generation]:
-        """Return the generations in these inventories that must not be restored, among others."""
+        """Return the generations that must not be restored: all that are known to be bad, and those
+        in ``inventories`` that include a discarded update."""
         if self.poisoned_from is None:
             return self.bad_generations
         held = {holding.generation for inventory in inventories for holding in inventory.holdings}
@@ -163,6 +166,6 @@ def _is_repeated(same: list[Failure], failure: Failure) -> bool:
     """Return whether failures with equal signature since the last new iteration are the program's
     fault."""
     if failure.kind in OF_THE_HOST:
-        # A host that fails again loses its roles; if another fails alike, no host is at fault.
+        # A host that fails again loses its roles. If another host fails too, no host is at fault.
         return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES
     return len(same) >= (_SAME_EXITS if failure.exited else _SAME_FAILURES)

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import barred_nodes, can_drain, decide, seating
-from deadpool_megatron.cluster.machine.membership import drop_node, silent
+from deadpool_megatron.cluster.machine.membership import drop_node, timeout_failure
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.shutdown import finish
 from deadpool_megatron.events import Kind
@@ -41,8 +41,8 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         return
     address = event.host, event.vault_port, event.domain
     joined = states.NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    is_wrong = joined.host_name in fleet.quarantined_hosts
-    if is_wrong and _is_new(event):
+    is_quarantined = joined.host_name in fleet.quarantined_hosts
+    if is_quarantined and _is_new(event):
         reason = f"excluded: {joined.host_name} was quarantined for the rest of this run"
         core.refuse(f"join of node {node}", reason, node)
         core.act(DropNode(node, reason, excluded=True))
@@ -51,7 +51,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         core.act(DropNode(node, reason, excluded=True))
         return
     fleet.nodes[node] = joined
-    if is_wrong:  # its data may be needed, but it gets no role
+    if is_quarantined:  # its data may be needed, but it gets no role
         fleet.quarantined |= {node}
     if event.found is not None:
         state.memory.found[node] = event.found
@@ -67,12 +67,12 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         if local_rank in event.members:
             core.set_member(place, states.MemberStatus.RUNNING, event.members[local_rank])
         else:
-            # Processes of an earlier coordinator have used incarnations up to the seat's.
+            # Under an earlier coordinator, processes had incarnations up to that of the seat.
             was_there = state.record is not None and node in state.record.nodes
             role = state.seats.role_by_place.get(place)
             seated = 0 if role is None else state.seats[role].incarnation
-            known = seated if was_there else -1
-            to_start[local_rank] = max(known, event.incarnations.get(local_rank, -1)) + 1
+            last = seated if was_there else -1
+            to_start[local_rank] = max(last, event.incarnations.get(local_rank, -1)) + 1
     takeover.note_join(core, event)
     if spare:
         _judge_again(core, node, fresh=not event.epoch and event.found is None)
@@ -120,19 +120,20 @@ def _is_new(event: ev.NodeJoined) -> bool:
 
 
 def check_gathered(core: Core) -> None:
-    """Decide the first epoch when all planned nodes are judged and run their members; after a
-    takeover continue when all have rejoined.
+    """Decide the first epoch when all planned nodes are judged and run their members. After a
+    takeover, continue when all nodes have rejoined.
 
-    Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
+    Spares get ``connect_seconds`` to join, so that the first record has them; later they are not
+    awaited.
     """
     match core.state.phase_state:
         case states.TakingOver() as taking_over if core.state.record is not None:
             takeover.check_rejoined(core, taking_over, core.state.record)
         case states.Bootstrapping() as bootstrapping:
-            begun = core.state.agreed is not None
-            if not begun and not _has_enough_nodes(core, bootstrapping.deadline):
+            has_judged = core.state.agreed is not None
+            if not has_judged and not _has_enough_nodes(core, bootstrapping.deadline):
                 return
-            if _is_judged(core, bootstrapping) and not _seated_is_starting(core.state):
+            if _judge_once(core, bootstrapping) and not _seated_is_starting(core.state):
                 seats = seating(core, core.state.fleet.draining)
                 places = [(seat.node, seat.local_rank) for seat in seats.seats.values()]
                 if not seats.unseated and all(_runs(core, place) for place in places):
@@ -145,12 +146,12 @@ def _has_enough_nodes(core: Core, deadline: float) -> bool:
     began = deadline - config.settings.start_seconds
     waits_for_spares = core.now < began + config.settings.connect_seconds or config.check_only
     wanted = config.nodes + (config.spares if waits_for_spares else 0)
-    known = len(fleet.nodes) + len(fleet.removed)
-    return known >= wanted and not fleet.absent(core.state.seats.nodes)
+    count = len(fleet.nodes) + len(fleet.removed)
+    return count >= wanted and not fleet.absent(core.state.seats.nodes)
 
 
 def _seated_is_starting(state: states.State) -> bool:
-    """Return whether a member whose own role waits for it has not sent its hello yet."""
+    """Return whether a member in the place of a seat has not sent its hello yet."""
     places, members = state.seats.role_by_place, state.fleet.members
     return any(members[p].status is states.MemberStatus.STARTING for p in places if p in members)
 
@@ -160,15 +161,16 @@ def _runs(core: Core, place: states.Place) -> bool:
     return status in (states.MemberStatus.RUNNING, states.MemberStatus.WARM)
 
 
-def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited: str) -> None:
-    """Continue without the late nodes if spares can take their place, else end the run."""
+def end_bootstrap(core: Core, bootstrapping: states.Bootstrapping, waited: str) -> None:
+    """Continue without the late nodes if spares can replace them, else end the run. ``waited``: the
+    subject of the wait, as text."""
     state, fleet = core.state, core.state.fleet
     for node in fleet.absent(state.seats.nodes):
         fleet.removed[node] = "did not join in time"
-    if not _is_judged(core, bootstrapping):
+    if not _judge_once(core, bootstrapping):
         return
     for node in sorted({place[0] for place in fleet.members if not _runs(core, place)}):
-        drop_node(core, node, silent(node, "did not start its members in time"))
+        drop_node(core, node, timeout_failure(node, "did not start its members in time"))
     unseated = seating(core, frozenset()).unseated
     if unseated:
         removed = ", ".join(f"node {n}: {reason}" for n, reason in sorted(fleet.removed.items()))
@@ -178,8 +180,9 @@ def bootstrapped_enough(core: Core, bootstrapping: states.Bootstrapping, waited:
         decide(core)
 
 
-def _is_judged(core: Core, bootstrapping: states.Bootstrapping) -> bool:
-    """Judge the nodes that have joined, unless that is done; return whether the run continues."""
+def _judge_once(core: Core, bootstrapping: states.Bootstrapping) -> bool:
+    """Judge the nodes that have joined, if that is not done yet. Return whether the run
+    continues."""
     if core.state.agreed is None:
         _judge_all(core)
     return core.state.phase_state is bootstrapping
@@ -202,11 +205,11 @@ def facts_reported(core: Core, event: ev.FactsReported) -> None:
 
 
 def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -> None:
-    """Have a spare, once there is any, take the roles of a node that trains; until then the node
-    continues as before. If it is only weaker than a good node, good nodes must take them.
+    """Have a spare take the roles of a training node as soon as there is a spare; until then the
+    node continues as before. If the node is only weak, the roles move only to good nodes.
 
-    Afterwards the node is a spare of last resort: a check that fails only during training moves
-    roles to each node once, not back and forth.
+    Afterwards the node is a spare of last resort. So if the check fails on every node that trains,
+    roles move to each node once, not back and forth.
     """
     text = facts.health_text
     if facts.health is Health.OUT:
@@ -224,7 +227,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
 
 
 def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
-    """Judge a node without a role by its latest report; ``fresh``: it holds nothing yet."""
+    """Judge a node without a role by its latest report. ``fresh``: its memory is still empty."""
     fleet, agreed = core.state.fleet, core.state.agreed
     known = fleet.nodes[node]
     if agreed is None:
@@ -243,7 +246,7 @@ def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
         fleet.deprioritized -= {node}
     known.judged = judged
     if judged.eligibility is Eligibility.EXCLUDED:
-        _leave_out(core, node, judged)
+        _exclude(core, node, judged)
 
 
 # Judging.
@@ -251,13 +254,14 @@ def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
 
 def _needs(config: states.Config) -> Needs:
     """Return the run's requirements for a node."""
-    # With gloo the members of a node may share a GPU, or use none. Only a check has not
-    # decided yet how it would use GPUs.
+    # With gloo the members of a node may share a GPU, or use none. The value auto is left only in a
+    # check, which has not decided yet how GPUs would be used.
     gpus = config.nproc if config.settings.communicator in ("nccl", "auto") else 0
     return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))
 
 
 def _judge_all(core: Core) -> None:
+    """Judge all nodes together, and exclude or drain those that are not good."""
     state, config = core.state, core.config
     facts = {node: known.facts for node, known in sorted(state.fleet.nodes.items())}
     if config.settings.check == "off":
@@ -269,19 +273,19 @@ def _judge_all(core: Core) -> None:
         if config.check_only or verdict.eligibility is not Eligibility.GOOD:
             _emit(core, node, verdict, facts[node], state.fleet.nodes[node].domain)
         state.fleet.nodes[node].judged = verdict
-    out = [node for node, verdict in judged.items() if verdict.eligibility is Eligibility.EXCLUDED]
-    kept = [known for node, known in facts.items() if node not in out]
-    state.agreed = eligibility.agree(known for known in kept if known is not None)
+    excluded = [n for n, verdict in judged.items() if verdict.eligibility is Eligibility.EXCLUDED]
+    eligible = [known for node, known in facts.items() if node not in excluded]
+    state.agreed = eligibility.agree(known for known in eligible if known is not None)
     if config.check_only:
         _end_check(core, judged)
         return
-    for node in out:
-        _leave_out(core, node, judged[node])
+    for node in excluded:
+        _exclude(core, node, judged[node])
     _drain_weak(core, judged)
-    left = state.fleet
-    more_may_come = len(left.nodes) + len(left.removed) < config.nodes + config.spares
-    if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
-        reason = _not_enough(len(left.nodes), config, judged)
+    fleet = state.fleet
+    more_may_come = len(fleet.nodes) + len(fleet.removed) < config.nodes + config.spares
+    if len(fleet.nodes) < min(config.nodes, len(facts)) and not more_may_come:
+        reason = _not_enough(len(fleet.nodes), config, judged)
         finish(core, FinalStatus(ExitStatus.SAVED, reason))
 
 
@@ -290,9 +294,9 @@ def _judge(
 ) -> Judgement:
     if core.settings.check == "off":
         return Judgement()
-    asked = _needs(core.config)
-    asked = asked if fresh else replace(asked, shm_bytes=0)
-    return Judgement.of(eligibility.defects_of(facts, agreed, asked))
+    needs = _needs(core.config)
+    needs = needs if fresh else replace(needs, shm_bytes=0)
+    return Judgement.of(eligibility.defects_of(facts, agreed, needs))
 
 
 def _drain_weak(core: Core, judged: Mapping[int, Judgement]) -> None:
@@ -307,13 +311,13 @@ def _drain_weak(core: Core, judged: Mapping[int, Judgement]) -> None:
     fleet.draining = frozenset(draining)
 
 
-def _leave_out(core: Core, node: int, judged: Judgement) -> None:
+def _exclude(core: Core, node: int, judged: Judgement) -> None:
     cause = f"excluded: {judged.text}"
     drop_node(core, node, Failure.of_node(node, cause, FailureKind.EXCLUDED))
 
 
 def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
-    """End a run that only checks: with 0 for as many good nodes as it needs, else with 1."""
+    """End a run that only checks: with status 0 if enough nodes are good, else with 1."""
     state, config = core.state, core.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     for node in sorted(absent):

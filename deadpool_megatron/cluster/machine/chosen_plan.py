@@ -1,8 +1,8 @@
 """The protection of the state: which plan may be requested, and whether memory is enough for it.
 
-A plan changes only with an epoch. A wanted plan waits in the state, and enters the next record for
-whatever reason that is made; without other reasons members pause for it at the next protected
-boundary (pauses), so that nothing is computed again. Pure functions.
+A plan changes only with an epoch. A wanted plan waits in the state and enters the next record,
+whatever the reason for that record. If there is no other reason, members pause for the plan at the
+next protected iteration (pauses), so that nothing is computed again. Pure functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASKED_FOR = "asked for by 'deadpool protect'"
 
 def layouts_of(state: State) -> dict[int, RoleLayout]:
     """Return the layouts of the roles with a seat, as far as they are known."""
-    known = dict(state.memory.layouts)  # other threads ask, too
+    known = dict(state.memory.layouts)  # copied, as other threads call this too
     return {role: known[role] for role in state.seats if role in known}
 
 
@@ -55,12 +55,12 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     topology = topology_of(state, settings)
     if topology is None or (state.record and state.record.protection.scheme == plan.scheme):
         return ""
-    lack = shortfall(plan, topology, budgets_of(state))
-    return "" if lack is None else f"{lack.describe()}: choose parity with a larger --group"
+    node = shortfall(plan, topology, budgets_of(state))
+    return "" if node is None else f"{node.describe()}: choose parity with a larger --group"
 
 
 def take_request(core: Core, event: ProtectionRequested) -> str:
-    """Note the wanted plan; return why it is refused."""
+    """Note the wanted plan. Return why it is refused, or an empty text."""
     state, settings = core.state, core.settings
     reason = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
     reason = reason or memory_refusal(event.plan, state, settings)
@@ -90,7 +90,8 @@ def report_plan(core: Core) -> None:
 
 
 def max_lost_by(plan: ProtectionPlan, state: State, settings: Settings) -> int:
-    """Return the RPO: the most finished iterations that the job computes again after a failure."""
+    """Return the RPO: how many finished iterations, at most, a failure makes the job compute
+    again."""
     slots = (layout.slots for layout in layouts_of(state).values())
     spans = all(number <= 2 + settings.max_lag for number in slots)
     return max_lost_iterations(plan.every, settings.max_lag, spans_the_world=spans)

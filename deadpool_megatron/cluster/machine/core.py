@@ -1,4 +1,4 @@
-"""The machine as each topic sees it: its state, the time of the input at hand, the actions so far.
+"""The machine as each topic sees it: its state, the time of the current input, the actions so far.
 
 Topics are modules of functions on a :class:`Core`. This module knows none of their rules.
 """
@@ -16,7 +16,7 @@ from deadpool_megatron.events import Kind
 
 class Core:
     """The machine while it handles an input. ``config``: the facts of the run. ``now``: when the
-    input came (seconds, monotonic). ``actions``: those that it has led to so far."""
+    input came (seconds, monotonic). ``actions``: the results of the input so far."""
 
     def __init__(self, config: states.Config, state: states.State, now: float) -> None:
         self.config, self.settings = config, config.settings
@@ -56,8 +56,8 @@ class Core:
         self.refuse(f"{type(event).__name__} of member {process}", reason, event.node, **more)
 
     def not_open(self, epoch: int) -> dict[str, Any]:
-        """Return why an input of that epoch is refused: it is late, as after a failure, or
-        wrong."""
+        """Return the arguments with which :meth:`refuse` reports an input of ``epoch``: it is late,
+        as after a failure, or wrong."""
         newest = 0 if self.state.record is None else self.state.record.epoch
         reason = f"epoch {epoch} is not open"
         return {"reason": reason, "late": True} if 0 < epoch <= newest else {"reason": reason}
@@ -96,15 +96,16 @@ class Core:
         members[place] = states.MemberState(incarnation, status, self.now)
 
     def kill(self, place: states.Place, *, hung: bool = False) -> None:
-        """Have a member killed (``hung``: as it makes no progress); it is replaced when reaped."""
+        """Have a member killed; a new process replaces it when it is reaped. ``hung``: it makes no
+        progress."""
         member = self.state.fleet.members.get(place)
         if member is not None and member.status is not states.MemberStatus.KILLED:
             self.set_member(place, states.MemberStatus.KILLED)
             self.act(KillMember(*place, member.incarnation, hung))
 
     def start_members(self, node: int, incarnations: Mapping[int, int]) -> None:
-        """Start processes (local rank -> incarnation), each with the role that it builds for: its
-        own, or one whose stage class is likely needed."""
+        """Start processes (local rank -> incarnation), each with a role to build for: the role of
+        its seat, or a role whose stage class is likely to be needed."""
         seats, provisional = self.state.seats, {}
         for local_rank, incarnation in incarnations.items():
             place = (node, local_rank)

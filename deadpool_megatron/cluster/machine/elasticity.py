@@ -1,8 +1,8 @@
 """Elasticity: without a spare the run continues with fewer model replicas, and grows back later.
 
-Roles of each size have numbers of their own (layout.ranks). A change fails by the fault of its
-size: generations, copies and nodes are not doubted for it, and the second time the size is struck
-off for the rest of the run.
+Roles of each size have numbers of their own (layout.ranks). A failed change is blamed on its size,
+not on generations, copies or nodes. After the second failure, the size is excluded for the rest of
+the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def present_size(core: Core) -> int:
     return 0 if sizes is None else len(core.state.seats) // sizes.ranks_per_replica
 
 
-def is_struck_off(core: Core) -> bool:
+def is_size_excluded(core: Core) -> bool:
     """Return whether the size of the newest record must not be tried again."""
     return core.state.changes.failed.count(present_size(core)) >= _MAX_FAILURES
 
@@ -53,14 +53,15 @@ def wait_seconds(core: Core) -> float:
 
 def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
     """Return seats and state of the largest other size for which there are nodes and state. A run
-    that is not ``stuck`` at its size only grows, and computes nothing again."""
+    that is not ``stuck``, so that it could continue at its size, only grows and must not compute an
+    iteration again."""
     state, present = core.state, present_size(core)
     for size in reversed(allowed_sizes(core)):
         seats = _seats(core, size, stuck) if size > present or (stuck and size < present) else {}
         if not seats:
             continue
         query = replace(shutdown.restore_query(core, seats), roles=seats, start=None)
-        if (saved := query.durable) is not None:  # a dump is of one size
+        if (saved := query.durable) is not None:  # a dump can be used only at its own size
             loses = not stuck and saved.generation.iteration < state.reached
             query = replace(query, durable=None if loses or saved.kind == "dump" else saved)
         restore = planner.choose_restore(query)
@@ -72,15 +73,15 @@ def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
 
 
 def can_grow(core: Core) -> bool:
-    """Return whether a larger size has its nodes, all of them ready, and can have its state."""
+    """Return whether there are ready nodes for a larger size, and state that it can restore."""
     larger = (size for size in allowed_sizes(core) if size > present_size(core))
     found = (seats for size in larger if (seats := _seats(core, size, stuck=False)))
     return any(isinstance(_restore_after_pause(core, seats), Restore) for seats in found)
 
 
 def _restore_after_pause(core: Core, seats: Mapping[int, Seat]) -> Restore | planner.NoRestore:
-    """Return the state for these seats after a pause, when all roles hold the same generation. One
-    inventory stands for those of all nodes."""
+    """Return the state for these seats after a pause, when all roles will hold the newest
+    generation. A single inventory stands for the inventories of all nodes."""
     newest = records.Generation(core.state.epoch, core.state.reached)
     layouts = [of for role, of in core.state.memory.layouts.items() if role in core.state.seats]
     held = [records.Holding(of.role, newest, frozenset(p.name for p in of.parts)) for of in layouts]
@@ -90,8 +91,9 @@ def _restore_after_pause(core: Core, seats: Mapping[int, Seat]) -> Restore | pla
 
 
 def _seats(core: Core, size: int, stuck: bool) -> dict[int, Seat]:
-    """Return the seats of a size on whole nodes: those with roles in the order of their ranks, then
-    spares. Empty without enough nodes; only a run that is ``stuck`` takes poor or cold spares."""
+    """Return the seats of a size on whole nodes: first on nodes with roles, in the order of their
+    ranks, then on spares. Return no seats if there are too few nodes. Only a run that is ``stuck``
+    takes poor or cold spares."""
     fleet, members, nproc = core.state.fleet, core.state.fleet.members, core.config.nproc
     sizes, seated = core.state.memory.sizes, core.state.seats
     if sizes is None:
@@ -99,15 +101,15 @@ def _seats(core: Core, size: int, stuck: bool) -> dict[int, Seat]:
     warm = set(fleet.places_with(states.MemberStatus.WARM))
     first = {seat.node: role for role, seat in sorted(seated.items(), reverse=True)}
     poor = fleet.drains | fleet.distrusted | fleet.deprioritized
-    found = list[tuple[bool, bool, int, int]]()
+    candidates = list[tuple[bool, bool, int, int]]()
     for node in fleet.nodes.keys() - fleet.draining - fleet.quarantined:
         places = {(node, rank) for rank in range(nproc)}
         is_ready = node in first or (node not in poor and places <= warm)
         if places <= members.keys() and (stuck or is_ready):
             rank = first.get(node, -len(places & warm))
-            found.append((node in fleet.deprioritized, node not in first, rank, node))
+            candidates.append((node in fleet.deprioritized, node not in first, rank, node))
     roles = shutdown.roles_of(core, size * sizes.ranks_per_replica)
-    chosen = [node for *_, node in sorted(found)[: len(roles) // nproc]]
+    chosen = [node for *_, node in sorted(candidates)[: len(roles) // nproc]]
     free = [(node, rank) for node in chosen for rank in range(nproc)]
     if len(free) < len(roles):
         return {}
@@ -124,8 +126,9 @@ def note_failure(core: Core, size: int, cause: str) -> None:
 
 
 def note_opened(core: Core, seconds: float) -> None:
-    """Note how long the start, or a change of size, took until all roles had their state. At the
-    start the sizes are known now: note them for a successor, as the first record lacks them."""
+    """Note how long the start, or a change of size, took until all roles had their state. After
+    the start also journal the sizes for a successor: they are known only now, so the first record
+    lacks them."""
     state, sizes = core.state, core.state.memory.sizes
     state.changes = replace(state.changes, wait_seconds=(1 + state.is_changing) * seconds)
     if state.is_changing or sizes is None:
@@ -144,9 +147,9 @@ def note_trained(core: Core, record: EpochRecord) -> None:
     if state.memory.sizes is None:
         return
     _journal_changes(core, state.memory.sizes)
-    per, last = state.memory.sizes.ranks_per_replica, state.recoveries.finished[-1:]
-    facts: dict[str, Any] = {"from": before // per, "to": roles // per, "why": record.cause}
-    if last and last[0].epoch == record.epoch:  # else another coordinator began it
+    ranks, last = state.memory.sizes.ranks_per_replica, state.recoveries.finished[-1:]
+    facts: dict[str, Any] = {"from": before // ranks, "to": roles // ranks, "why": record.cause}
+    if last and last[0].epoch == record.epoch:  # else another coordinator began the recovery
         facts |= {"seconds": last[0].seconds, "phases": last[0].phases}
     core.emit(Kind.SIZE, **facts)
 

@@ -24,7 +24,7 @@ from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import losses_survived
 
-# Failures, by the begin of their signature, for which no change of size is at fault.
+# The first word in the signature of failures for which a change of size is not to blame.
 _NOT_OF_SIZE = ("node", "nonfinite", "audit")
 
 # Close.
@@ -156,7 +156,7 @@ def decide(core: Core) -> None:
     state, settings = core.state, core.settings
     fleet = state.fleet
     if fleet.places_with(states.MemberStatus.KILLED):
-        # Only when they have ended can their places get new processes.
+        # Their places can get new processes only when they have ended.
         if not isinstance(state.phase_state, states.WaitingSpare):
             state.phase_state = states.Closing(core.now + settings.gather_seconds)
         return
@@ -170,7 +170,7 @@ def decide(core: Core) -> None:
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
     restore = planner.choose_restore(shutdown.restore_query(core, seats.seats))
-    stuck = bool(seats.unseated) or elasticity.is_struck_off(core)
+    stuck = bool(seats.unseated) or elasticity.is_size_excluded(core)
     from_disk = isinstance(restore, NoRestore) or restore.kind != "memory"
     if (from_disk or (stuck and elasticity.allowed_sizes(core))) and shutdown.must_inspect(core):
         return
@@ -204,7 +204,7 @@ def decide(core: Core) -> None:
     state.epoch = record.epoch
     if isinstance(state.phase_state, states.WaitingSpare):
         state.recoveries.spend("wait", core.now)
-    # A journal that cannot be written for a while is tried again until this deadline.
+    # While the journal cannot be written, the write is repeated until this deadline.
     state.phase_state = states.Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))
 
@@ -225,7 +225,7 @@ def end_wait(core: Core) -> None:
 
 
 def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, records.NodeAddress]:
-    """Return all live nodes as a record names them; a node without a seat is a spare."""
+    """Return the addresses of all live nodes; a node without a seat is a spare."""
     training = {seat.node for seat in seats.values()}
     return {
         node: records.NodeAddress(
@@ -251,7 +251,7 @@ def _handle_no_restore(core: Core, reason: str) -> None:
         back = f"{nodes} have {limit:g} s to return with their state in memory"
         _wait_for_spare(core, f"{reason}: {back}")
     elif (k := core.config.finished) and state.restarted and not state.survived:
-        # A run never starts from scratch unasked. Its state in memory stays for another attempt.
+        # A run never starts from scratch by itself. The state in memory stays for another attempt.
         hint = f"iteration {k} was finished; --from-scratch begins again at 0"
         reason = shutdown.with_unloadable(core, f"{reason}; {hint}")
         shutdown.finish(core, FinalStatus(ExitStatus.BAD_INPUT, reason), keeps_slots=True)
@@ -261,7 +261,7 @@ def _handle_no_restore(core: Core, reason: str) -> None:
 
 
 def _with_protection(core: Core, reason: str) -> str:
-    """Return the reason, with the option of the protection if that option led to it."""
+    """Return the reason; if the plan of protection led to it, with the option to change."""
     kind = core.state.protection.plan.kind
     if core.state.fleet.removed and kind.is_local:
         return (
@@ -273,7 +273,7 @@ def _with_protection(core: Core, reason: str) -> str:
 
 def _wait_for_spare(core: Core, text: str, **then: Any) -> None:
     """Wait for a node that can help; ``text`` is reported when the wait begins. ``then``: how the
-    run continues afterwards at another size; left out if it ends."""
+    run continues at another size after the wait; empty if the run ends then."""
     limit = elasticity.wait_seconds(core) if then else core.settings.spare_timeout_seconds
     waiting = core.state.phase_state
     if isinstance(waiting, states.WaitingSpare):
@@ -338,10 +338,10 @@ def _announce(core: Core, record: EpochRecord) -> None:
         _report_restart(core, restore)
     memory, fleet, lineage = state.memory, state.fleet, state.lineage
     if restore.kind == "memory":
-        # Before the inventories are dropped: they hold the layouts that members have yet to report.
-        found = memory.in_slots(seats)
-        memory.layouts |= found
-        memory.inherited |= found.keys()
+        # The inventories, dropped below, contain the layouts that members have yet to report.
+        layouts = memory.in_slots(seats)
+        memory.layouts |= layouts
+        memory.inherited |= layouts.keys()
     else:
         memory.inherited = frozenset()
     memory.promised, memory.found = {}, {}
@@ -357,8 +357,8 @@ def _announce(core: Core, record: EpochRecord) -> None:
     fleet.deprioritized |= drained
     fleet.draining = fleet.returning = frozenset()
     lineage.kept = record.history.kept
-    # Drop the checkpoints of discarded iterations now: once these are computed again, nothing
-    # distinguishes their old checkpoints.
+    # Drop the checkpoints of discarded iterations now. Once these iterations are computed again,
+    # old and new checkpoints cannot be distinguished.
     lineage.valid = state.blame.trusted(lineage.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, forgotten))
@@ -376,7 +376,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
         if place in seats.role_by_place:
             continue
         if place[0] in drained or len(before) != len(seats):
-            # It serves as a fresh spare from now on, built for the present size.
+            # The next process there serves as a fresh spare, built for the present size.
             core.kill(place)
         elif member.status in states.BUILDING:
             core.set_member(place, member.status)  # restarts its time limit
@@ -391,15 +391,15 @@ def _report_restart(core: Core, restore: Restore) -> None:
         reason = "the newest that every role can be given"
     else:
         query = replace(shutdown.restore_query(core, core.state.seats), durable=None, start=None)
-        found = planner.choose_restore(query)
+        answer = planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
         base = f"{where}, iteration {generation.iteration}"
-        reason = found.reason if isinstance(found, NoRestore) else "memory has nothing newer"
+        reason = answer.reason if isinstance(answer, NoRestore) else "memory has nothing newer"
     core.log("notice", f"restarted: continues from {base}: {reason}")
 
 
 def opening_seconds(core: Core, record: EpochRecord) -> float:
-    """Return the time in which every role has to restore the state of the record."""
+    """Return the seconds in which every role has to restore the state of the record."""
     settings, members = core.settings, core.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.local_rank) for seat in record.seats.values()}
@@ -432,13 +432,14 @@ def restored(core: Core, event: ev.Restored) -> None:
 
 
 def _adopt_start(
-    core: Core, phase_state: states.Entering, found: Generation, record: EpochRecord
+    core: Core, phase_state: states.Entering, generation: Generation, record: EpochRecord
 ) -> bool:
-    """Adopt the state with which a role begins: on an initial start the program may have loaded a
-    checkpoint of its own. If the roles have not loaded the same checkpoint, end the run."""
-    begins = phase_state.begins or found
-    if found != begins:
-        loaded = f"iterations {begins.iteration} and {found.iteration}"
+    """Adopt the generation with which a role begins: on an initial start the program may have
+    loaded a checkpoint of its own. If another role has loaded another checkpoint, end the run and
+    return False."""
+    begins = phase_state.begins or generation
+    if generation != begins:
+        loaded = f"iterations {begins.iteration} and {generation.iteration}"
         reason = f"roles loaded different checkpoints, of {loaded}: see what --load names"
         shutdown.finish(core, FinalStatus(1, reason))
         return False
@@ -461,7 +462,7 @@ def check_opened(core: Core) -> None:
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
-        # The data is ready, so spares can begin to build.
+        # The data is ready, so spares can begin to build: restart their time limits.
         for place in state.fleet.places_with(*states.BUILDING):
             core.set_member(place, members[place].status)
     spares = sorted(state.fleet.nodes.keys() - state.seats.nodes)
@@ -472,18 +473,18 @@ def check_opened(core: Core) -> None:
 
 
 def check_done(core: Core) -> None:
-    """End the run when every role has completed its last iteration; have the vaults save the state
-    if the program could not."""
+    """End the run when every role has completed its last iteration. If the program could not save
+    its state, have the vaults dump it."""
     roles = len(core.state.seats)
     match core.state.phase_state:
         case states.Running(done=done) | states.Pausing(done=done) if len(done) >= roles:
             early, unsaved = core.state.early, core.state.unsaved
-            how = f"ended early at {early}" if early else "training is complete"
+            reason = f"ended early at {early}" if early else "training is complete"
             if unsaved:
-                how += f", its checkpoint was not written: {unsaved}"
-                save_and_end(core, FinalStatus(ExitStatus.SAVED, how), FailureKind.DRAINED)
+                reason += f", its checkpoint was not written: {unsaved}"
+                save_and_end(core, FinalStatus(ExitStatus.SAVED, reason), FailureKind.DRAINED)
             elif early:
-                shutdown.finish(core, FinalStatus(ExitStatus.SAVED, how), is_early=True)
+                shutdown.finish(core, FinalStatus(ExitStatus.SAVED, reason), is_early=True)
             else:
                 shutdown.finish(core, FinalStatus(0, ""))
 

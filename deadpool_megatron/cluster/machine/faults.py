@@ -19,7 +19,7 @@ from deadpool_megatron.layout.shard_map import part_of
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
-    """Replace the roles that hold the others up, as no role makes progress."""
+    """Replace the processes of the roles that block all others, as no role makes progress."""
     if event.epoch != core.state.open_epoch:
         core.refuse("hang verdict", **core.not_open(event.epoch))
         return
@@ -28,7 +28,7 @@ def roles_hung(core: Core, event: ev.RolesHung) -> None:
 
 
 def not_restored(core: Core, roles: tuple[int, ...]) -> None:
-    """Replace these roles, because the epoch did not open in time for lack of them."""
+    """Replace the processes of these roles, for which the epoch could not open in time."""
     _close_for(core, roles, f"roles {list(roles)} did not restore in time", "opening")
 
 
@@ -52,8 +52,8 @@ def fault_reported(core: Core, event: ev.MemberFault) -> None:
 
 
 def raised(core: Core, event: ev.MemberRaised) -> None:
-    """Note that a role has raised: without a better cause its process ends, mostly before the grace
-    period is over. The time without progress counts from here."""
+    """Note that a role has raised an exception. Unless a better cause arrives, its process ends,
+    mostly before the grace period is over. The recovery's time counts from this report."""
     if (role := core.sender_role(event)) is not None:
         end = ev.MemberLost(*event.place, event.incarnation, 1, last_line=event.text)
         failure = membership.failure_of(end, f"{event.process} raised {event.text}", role)
@@ -71,14 +71,15 @@ def believe(core: Core) -> None:
     state.blame.believe(suspicion, record.restore)
     if suspicion.restore_failed and path:
         state.lineage.invalidation_reason = suspicion.failure.cause
-        if state.lineage.invalidate(path):  # the next older follows
+        if state.lineage.invalidate(path):  # the next restore uses the next older checkpoint
             text = f"checkpoint {path} is not used any more: {suspicion.failure.cause}"
             core.log("warning", text)
     close(core, suspicion.failure)
 
 
 def restore_failed(core: Core, event: ev.NotRestored) -> None:
-    """Note that no place had good bytes of a part: the next restore avoids the places tried."""
+    """Note that no place had good bytes of a part. The next restore avoids the places that were
+    tried."""
     role, record = core.sender_role(event), core.state.record
     if role is None or record is None:
         return
@@ -92,14 +93,14 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     recipe = restore.recipes.get(owner)
     decoding = recipe.decodings.get(part) if recipe is not None else None
     if decoding is not None:
-        # Its parity blocks: no decoding works without them. The data that other roles hold of their
-        # own is not in doubt for that; if it is damaged, the node that holds it has found out.
+        # Every decoding needs a parity block, so all of these have failed. The data blocks are not
+        # suspected: a node whose data is damaged has found that out itself.
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
                 tried += places
     bad = frozenset(BadPart(source.node, source.role, generation, part) for source in tried)
-    # Falling to the next source, generation or checkpoint is progress of a kind. A failure of the
-    # whole is the same, whichever role reports it first.
+    # Each part has its own signature, as falling back to the next source or generation counts as
+    # progress. A failure of the whole state has the same signature, whichever role reports it.
     whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
     subject = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
@@ -109,7 +110,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
 
 
 def size_failed(core: Core, event: ev.SizeFailed) -> None:
-    """Note that a role cannot train at this size, with which nothing is wrong but the size."""
+    """Note that a role cannot train at this size; nothing else is wrong with it."""
     if (role := core.sender_role(event)) is not None:
         kind, signature = FailureKind.CORRUPT_STATE, ("size", str(len(core.state.seats)))
         failure = Failure(f"role {role}: {event.text}", kind, signature, node=event.node)
@@ -117,9 +118,9 @@ def size_failed(core: Core, event: ev.SizeFailed) -> None:
 
 
 def audit_failed(core: Core, event: ev.AuditFailed) -> None:
-    """Quarantine the nodes that are wrong; without spares for them they are given up, and their
-    roles wait for a spare. If it is unknown which of the differing peers is wrong, end the run:
-    continuing with either might train on wrong numbers."""
+    """Quarantine the nodes that computed or held wrong numbers. A node that no spare can replace is
+    given up, and its roles wait for a spare. If it is unknown which of the differing peers is
+    wrong, end the run: to continue with either might be to train on wrong numbers."""
     role, state = core.sender_role(event), core.state
     if role is None or not event.roles or not all(peer in state.seats for peer in event.roles):
         return
@@ -136,24 +137,25 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
         return
     kind, signature = FailureKind.SILENT_CORRUPTION, ("audit", *map(str, event.roles))
     failure = Failure(f"{cause} computed or held wrong numbers", kind, signature, node=nodes[0])
-    left = []
+    without_spare = []
     for node in nodes:
         if not membership.move_to_spare(core, node, f"as {failure.cause}", kind):
-            left.append(node)
+            without_spare.append(node)
         membership.quarantine(core, node, failure.cause)
-    for node in left:
+    for node in without_spare:
         membership.drop_node(core, node, replace(failure, node=node))
     close(core, failure)
 
 
 def note_stack(core: Core, event: ev.StackReported) -> None:
-    """Keep the position of another process that hung."""
+    """Add the position of a process that hung."""
     blame = core.state.blame
     blame.stacks = (*blame.stacks, event.text)[-SHOWN_FAILURES:]
 
 
 def diverged(core: Core, event: ev.Diverged) -> None:
-    """End the run: training has no unique result, and the state on disk it came from is suspect."""
+    """End the run: training has no unique result, and the state on disk from which the epoch
+    began is suspect."""
     state, text = core.state, event.text
     if state.record is not None and (path := state.record.restore.path):
         k = state.record.restore.generation.iteration
@@ -166,7 +168,7 @@ def diverged(core: Core, event: ev.Diverged) -> None:
 def not_finite(core: Core, event: ev.NotFinite) -> None:
     """Act on a non-finite number as the setting ``nonfinite`` asks: ignore, stop or rollback.
 
-    Meanwhile the epoch may have been closed for another reason: its generations still count.
+    The epoch may have been closed for another reason in the meantime; its generations still count.
     """
     state, blame, k = core.state, core.state.blame, event.iteration
     setting, computed = core.settings.nonfinite, Generation(event.epoch, event.iteration)
@@ -181,7 +183,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
         core.refuse(f"{event.number} of step {k}", reason)
         return
     again = k in blame.nonfinite
-    # A second time it is no stray fault of this iteration: the state before it may be bad.
+    # If it repeats, it is no stray fault of this iteration: the state before it may be bad.
     bad = _origin(state) if again else k
     policy = "stop" if bad is None or setting != "rollback" else "rollback"
     facts = {"number": event.number, "value": event.value, "policy": policy}
@@ -191,7 +193,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     if again:
         cause += ", and was not finite either when it was computed before"
     if bad is None or policy == "stop":
-        # The saved state is that before the iteration.
+        # The state to save is the state before the iteration.
         blame.poisoned_from = k
         save_and_end(core, FinalStatus(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
@@ -202,8 +204,8 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
 
 
 def _origin(state: State) -> int | None:
-    """Return the iteration of the generation that this epoch continues from, None if there is no
-    older state to fall back to; a checkpoint was checked when it was written."""
+    """Return the iteration of the generation from which this epoch began. Return None if there is
+    no older state to fall back to, and for a checkpoint, which was checked when it was written."""
     record = state.record
     if record is None or record.restore.kind not in ("memory", "dump"):
         return None

@@ -32,12 +32,12 @@ class NodeJoined(Input):
     """The connection of an agent, for the first time or to a new coordinator.
 
     ``members``: local rank -> incarnation of its running process; ``incarnations``: local rank ->
-    the highest that was ever started there. ``epoch``: of its record; ``closed``: the newest epoch
-    that it has closed (0: none); ``restored``: local rank -> the epoch that its member restored
-    last; ``memory_bytes``: its shared memory for generations (0: not known); ``found``: contents of
-    its memory before it started, until it has adopted a record. ``returns``: its data outlives its
-    agent, and another agent may return with it. ``facts``: its report about its host, None if there
-    is none.
+    the highest that was ever started there. ``epoch``: the epoch of the agent's record; ``closed``:
+    the newest epoch that it has closed (0: none); ``restored``: local rank -> the epoch that the
+    member there restored last; ``memory_bytes``: the node's shared memory for generations (0: not
+    known); ``found``: the node's memory as the agent found it at its start, None once it has
+    adopted a record. ``returns``: the data outlives the agent, and another agent may return with
+    it. ``facts``: the agent's report about its host, if any.
     """
 
     node: int
@@ -65,7 +65,8 @@ class FactsReported(Input):
 
 @dataclass(frozen=True)
 class NodeLost(Input):
-    """A verdict: connection closed, silent, or ordered to leave. This node id never comes back.
+    """A verdict on a node: its connection closed, it is silent, or it was ordered to leave. This
+    node id never comes back.
 
     ``silent_seconds``: time from the last sign of life to this verdict. ``kind``: lost, cut or
     frozen.
@@ -79,8 +80,7 @@ class NodeLost(Input):
 
 @dataclass(frozen=True)
 class OfMember(Input):
-    """Base of inputs about a member: its node, local rank and
-    incarnation."""
+    """Base of inputs about a member: its node, local rank and incarnation."""
 
     node: int
     local_rank: int
@@ -119,7 +119,7 @@ class MemberWarm(OfMember):
 @dataclass(frozen=True)
 class MemberRegistered(OfMember):
     """The report of a member that it has built, and that its vault knows its segment. ``sizes``:
-    those of the program, None if it does not know them."""
+    the sizes that the program can have, None if the member does not know them."""
 
     layout: RoleLayout
     sizes: Sizes | None = None
@@ -148,8 +148,9 @@ class MemberSuspected(OfMember):
 
 @dataclass(frozen=True)
 class RolesHung(Input):
-    """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up. ``table``:
-    where each role stands, as in the HANG event. ``still_seconds``: since the last progress."""
+    """A verdict: no role makes progress, and ``roles`` (perhaps none) block the other roles.
+    ``table``: the position of each role, as in the HANG event. ``still_seconds``: time since the
+    last progress."""
 
     epoch: int
     roles: tuple[int, ...]
@@ -160,7 +161,8 @@ class RolesHung(Input):
 
 @dataclass(frozen=True)
 class MemberFault(FromRole):
-    """Failed communication of a member, mostly a consequence: a better cause has 0.5 s to come."""
+    """Failed communication of a member. It is mostly a consequence, so a better cause has 0.5 s to
+    arrive."""
 
     text: str
 
@@ -168,7 +170,7 @@ class MemberFault(FromRole):
 @dataclass(frozen=True)
 class MemberRaised(FromRole):
     """An exception of a role; ``text``: its last line. The process ends within 0.5 s, unless the
-    epoch is closed for a better cause."""
+    epoch is closed for another cause before."""
 
     text: str
 
@@ -182,15 +184,17 @@ class NodeInventory(Input):
 
 @dataclass(frozen=True)
 class Restored(FromRole):
-    """The report of a member that it has the record's state, and agrees on it with its peers."""
+    """The report of a member that it has restored the record's state, and that its peers have the
+    same state."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class NotRestored(FromRole):
-    """A failed restore: no source of ``part`` gave good bytes; "" if it was not a single part
-    (peers' hashes differ). ``other_program``: the state is of another model, or other flags."""
+    """A failed restore: no source of ``part`` gave good bytes. ``part`` is empty if the failure is
+    not of a part (peers' hashes differ). ``other_program``: the state is of another model, or of
+    other flags."""
 
     part: str
     text: str
@@ -200,15 +204,15 @@ class NotRestored(FromRole):
 @dataclass(frozen=True)
 class SizeFailed(FromRole):
     """The report of a role that it cannot train at the size of the record: ``text`` has the reason,
-    such as no room, no map or a state that cannot be cut. Its process stays."""
+    such as too little memory, or state that cannot be cut. Its process stays."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class AuditFailed(FromRole):
-    """A difference between peers in ``subject`` in ``iteration``, of which they hand over no
-    generation. If ``certain``, all ``roles`` are wrong, else at least some."""
+    """A difference between peers in ``subject`` in ``iteration``, whose generation they do not
+    protect. If ``certain``, all ``roles`` are wrong, otherwise at least some of them."""
 
     iteration: int
     roles: tuple[int, ...]
@@ -218,8 +222,8 @@ class AuditFailed(FromRole):
 
 @dataclass(frozen=True)
 class PhaseReported(Input):
-    """The time of a member or vault in a phase of a recovery; the longest of each phase counts.
-    ``exposed``: time from the loss until a vault has re-protected what it owed."""
+    """The time of a member or vault in a phase of a recovery; the longest time in each phase
+    counts. ``exposed``: time from the loss until a vault has sent all copies that it owed."""
 
     epoch: int
     phase: str
@@ -237,8 +241,8 @@ class StepReported(Input):
 
 @dataclass(frozen=True)
 class NotFinite(Input):
-    """A non-finite number in an iteration of a role: ``number`` names it (see failures), ``value``
-    is its text: nan, inf or -inf. The role stops there."""
+    """A non-finite number in an iteration of a role: ``number`` is its name (see failures),
+    ``value`` its text: nan, inf or -inf. The role stops at this iteration."""
 
     epoch: int
     node: int | None
@@ -257,8 +261,8 @@ class StackReported(Input):
 
 @dataclass(frozen=True)
 class DurableValid(Input):
-    """A checkpoint that became valid; ``boundary``: the last moment after the iteration that it
-    includes; ``identity``: see :class:`Restore`."""
+    """A checkpoint that became valid. ``boundary``: the last moment after the iteration that the
+    checkpoint includes; ``identity``: see :class:`Restore`."""
 
     iteration: int
     path: str
@@ -289,24 +293,25 @@ class PauseRefused(FromRole):
 
 @dataclass(frozen=True)
 class MemberDone(FromRole):
-    """The end of a role's last iteration; it stays interruptible. ``early``: how far it has come,
-    if the program ended before. ``unsaved``: the last checkpoint, and why it is not valid."""
+    """The end of a role's last iteration; its process stays interruptible. ``early``: how far the
+    program came, if it ended before its last iteration. ``unsaved``: the name of the last
+    checkpoint and why it is not valid, if so."""
 
     early: str = ""
     unsaved: str = ""
 
 
 @dataclass(frozen=True)
-class Asked(Input):
-    """A request of a user that is journalled (unless the journal cannot be waited for)."""
+class RequestMade(Input):
+    """A request of a user. It is journalled, unless it could not wait for the journal."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class RequestsFound(Input):
-    """Requests made to earlier coordinators. ``restarted``: all processes of the run had ended, so
-    open requests are over, unless earlier agents come back."""
+    """Requests made to earlier coordinators. ``restarted``: all processes of the run seem to have
+    ended, so open requests are over, unless earlier agents come back."""
 
     requests: tuple[Request, ...]
     restarted: bool = False
@@ -355,9 +360,10 @@ class JournalFailed(Input):
 
 @dataclass(frozen=True)
 class Dumped(Input):
-    """A node's part of the generation, written to disk unless there is an ``error``; ``boundary``:
-    that of its extras, empty for all that it holds. ``damaged``: parts, of this generation or
-    others, that it has not written because it has no intact bytes of them."""
+    """The report of a node that its parts of the generation are on disk, unless there is an
+    ``error``. ``boundary``: the boundary of the extras, empty if the node has written all its
+    generations. ``damaged``: parts, of this generation or others, that the node has not written
+    because it has no intact bytes of them."""
 
     node: int
     generation: Generation
@@ -368,7 +374,7 @@ class Dumped(Input):
 
 @dataclass(frozen=True)
 class DumpExported(Input):
-    """A checkpoint at ``path`` made of the dumped generation; the path is empty if that failed."""
+    """The end of ExportDump: the checkpoint is at ``path``, which is empty after a failure."""
 
     generation: Generation
     path: str

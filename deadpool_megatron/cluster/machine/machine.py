@@ -32,8 +32,8 @@ from deadpool_megatron.layout.schemes import first_plan
 from deadpool_megatron.layout.sizes import SizeChanges
 
 NO_NODES: Mapping[int, str] = {}
-# The function that handles each input. An input from or about a member is handled only if it is of
-# the current process of that place.
+# The function that handles each input. An input from or about a member is handled only if it comes
+# from, or is about, the current process in that place.
 _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
     ev.FactsReported: bootstrap.facts_reported,
@@ -46,7 +46,7 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.RolesHung: faults.roles_hung,
     ev.DurableValid: shutdown.durable_valid,
     ev.CheckpointsFound: epoch.checkpoints_inspected,
-    ev.Asked: requests.add,
+    ev.RequestMade: requests.add,
     ev.RequestsFound: requests.adopt,
     ev.Exported: requests.exported,
     ev.DrainRequested: pauses.drain_slow,
@@ -114,11 +114,11 @@ class Machine(Core):
         """
         state, config, history = self.state, self.config, last.history
         if config.has_new_command:
-            # The settings of the new command apply; requests to the run before, and its choice of a
-            # plan, do not (cli/start/restart).
+            # The settings of the new command apply, not the plan that a user chose under the
+            # earlier command. Requests to that run are over (cli/start/restart).
             state.protection.reported = last.protection
         else:
-            # The plan of the record is reported, perhaps again: the last coordinator may not have.
+            # The last coordinator may not have reported the plan of the record: report it again.
             reported = history.reported_plan
             state.protection = states.ChosenProtection(last.protection, reported=reported)
         state.phase_state = states.TakingOver(self.now + takeover.rejoin_limit_seconds(config))
@@ -165,7 +165,7 @@ class Machine(Core):
         return self.actions
 
     def _tick(self) -> None:
-        """Check every deadline; if a wait has exceeded it, log what was awaited."""
+        """Check every deadline. When the wait of the phase has taken too long, log its subject."""
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
@@ -179,19 +179,20 @@ class Machine(Core):
         membership.check_members(self)
 
     def _overdue(self, waited: str) -> None:
+        """Act on the deadline of the phase. ``waited``: the subject of its wait, as text."""
         state = self.state
         match state.phase_state:
             case states.Bootstrapping() as bootstrapping:
-                bootstrap.bootstrapped_enough(self, bootstrapping, waited)
+                bootstrap.end_bootstrap(self, bootstrapping, waited)
             case states.TakingOver() as taking_over if state.record is not None:
                 takeover.end_wait(self, taking_over, state.record)
             case states.Closing(inspects=True):
-                # Checkpoints that could not be inspected in time are taken as present.
+                # Checkpoints that could not be inspected in time are assumed to exist.
                 epoch.checkpoints_inspected(self, ev.CheckpointsFound(frozenset()))
             case states.Closing(awaited=awaited):
                 killed = state.fleet.places_with(states.MemberStatus.KILLED)
                 for node in sorted(awaited | {node for node, _ in killed}):
-                    failure = membership.silent(node, "did not close the epoch in time")
+                    failure = membership.timeout_failure(node, "did not close the epoch in time")
                     membership.drop_node(self, node, failure)
             case states.WaitingSpare():
                 epoch.end_wait(self)

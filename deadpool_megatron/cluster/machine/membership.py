@@ -1,5 +1,4 @@
-"""Membership: a node is lost or given up; a member process comes up, is ready, reports how it lays
-out its state, ends; processes and nodes that fail repeatedly are quarantined.
+"""Membership: the loss of nodes, the life of member processes, the quarantine of nodes.
 
 How nodes join and are judged is in bootstrap.
 """
@@ -47,7 +46,7 @@ _KINDS: Mapping[int | None, FailureKind] = {
 
 
 def node_lost(core: Core, event: ev.NodeLost) -> None:
-    """Act on a verdict about a connected node; a node that the machine dropped is known already."""
+    """Act on a verdict about a connected node; ignore a node that the machine itself dropped."""
     node, kind = event.node, event.kind
     if (known := core.state.fleet.nodes.get(node)) is None:
         return
@@ -79,11 +78,11 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
         case _ if is_needed:
             epoch.close(core, failure, silent_seconds=silent_seconds)
         case states.Running(deadline=float()):
-            consider_pause(core)  # it was to grow
+            consider_pause(core)  # the run was to grow, perhaps to this node
 
 
 def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
-    """Remove a node from the run; no node comes back under its number."""
+    """Remove a node from the run, and journal that; no node comes back under its number."""
     core.state.fleet.removed[node] = cause
     core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
     if core.state.record is not None and core.state.phase not in states.LAST_PHASES:
@@ -98,7 +97,7 @@ def drop_node(core: Core, node: int, failure: Failure) -> None:
         lose_node(core, node, failure)
 
 
-def silent(node: int, text: str) -> Failure:
+def timeout_failure(node: int, text: str) -> Failure:
     """Return the failure of a node that did not carry out an order in time."""
     return Failure.of_node(node, f"node {node} {text}", FailureKind.NODE_FROZEN)
 
@@ -130,50 +129,50 @@ def matters(state: states.State, record: records.EpochRecord, node: int) -> bool
         return True
     taken_over = state.is_restored or isinstance(state.phase_state, states.TakingOver)
     if taken_over and not record.seats.keys() <= state.memory.layouts.keys():
-        return node in record.nodes  # it is not known yet whose copies it owes
+        return node in record.nodes  # it is not known yet which copies the node owes
     return any(node in buddies for buddies in _buddies(state, record).values())
 
 
 def _buddies(state: states.State, record: records.EpochRecord) -> dict[int, Collection[int]]:
-    """Return the nodes that owe a copy, by the role whose copy it is."""
+    """Return role -> nodes that owe a copy of its state."""
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
     peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
     return {role: placement.buddies(role, peers[role]) for role in record.seats}
 
 
 def exposed_roles(state: states.State) -> frozenset[int]:
-    """Return the roles with fewer copies than wanted: in the open epoch those of its record; after
-    a loss also those that have lost a copy, until the recovery is over."""
+    """Return the roles with fewer copies than wanted: in the open epoch the roles in its record;
+    after a loss, until the recovery is over, also the roles that have lost a copy."""
     record, recovery = state.record, state.recoveries.current
     if record is None:
         return frozenset()
-    found = record.fewer_copies
+    exposed = record.fewer_copies
     if recovery is None and state.phase in (states.Phase.RUNNING, states.Phase.PAUSING):
-        return found
+        return exposed
     for known in (record,) if recovery is None else (record, recovery.record):
         lost = known.nodes.keys() - state.fleet.nodes.keys()
         if lost and known.protection.kind.combines_roles:
             return frozenset(record.seats)
-        found |= {
+        exposed |= {
             role
             for role, buddies in _buddies(state, known).items()
             if not lost.isdisjoint((known.seats[role].node, *buddies))
         }
-    return found
+    return exposed
 
 
 def _sources(restore: records.Restore) -> Iterator[records.Source]:
     """Yield every place that a restore may read from."""
     for parts in restore.sources.values():
-        for found in parts.values():
-            yield from found
+        for places in parts.values():
+            yield from places
     for recipe in restore.recipes.values():
         yield from recipe.sources()
 
 
 def _forget_memory(state: states.State, node: int) -> None:
     """Forget the inventory of a lost node, except for the parts that it has written to disk."""
-    lost = state.memory.held.get(node)  # perhaps of a node that joined after the close
+    lost = state.memory.held.get(node)  # from the close, or from a join after it
     state.memory.drop_node(node)
     dumping = state.phase_state
     if not isinstance(dumping, states.Dumping) or lost is None or node not in dumping.finished:
@@ -193,7 +192,7 @@ def _forget_memory(state: states.State, node: int) -> None:
 
 
 def move_to_spare(core: Core, node: int, reason: str, kind: FailureKind) -> bool:
-    """Have the roles of the node go to a spare; return False if no spare can take all of them."""
+    """Have a spare take the roles of the node. Return False if no spare can take all of them."""
     if not _has_better(core, node):
         return False
     core.state.fleet.draining |= {node}
@@ -210,8 +209,8 @@ def _has_better(core: Core, node: int) -> bool:
 
 
 def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = None) -> None:
-    """Bar the node from any role, also under a new number. Its host is barred too, unless other
-    nodes run there or only its files have to be replaced."""
+    """Exclude the node from all roles, and its host too, so that it gets none under a new number
+    either. The host stays eligible if other nodes run there, or if only its files are wrong."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
@@ -227,9 +226,9 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
-    """Quarantine the node of a process whose device, or whose files, are of no use any more: no
-    process replaces it there, and the roles of the node move. Without a spare they wait: on that
-    node they would fail again."""
+    """Quarantine the node of a process whose device or files are unusable. No process replaces it
+    there, and the roles of the node move. Without a spare the roles wait, as they would fail again
+    on that node."""
     node, fleet = event.node, core.state.fleet
     del fleet.members[event.place]
     if node in fleet.quarantined:
@@ -241,9 +240,9 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
 
 
 def _crashed(core: Core, node: int, failure: Failure) -> None:
-    """Note that a process ended an epoch by crashing: quarantine its node when that repeats, but
-    only if a spare can take all its roles; else it stays. The node is not dropped: the others may
-    restore from what its vault holds."""
+    """Note that the crash of a process ended an epoch. When crashes repeat, quarantine the node if
+    a spare can take all its roles. The node is not dropped, as its vault may be a source of the
+    restore."""
     if core.state.phase in states.LAST_PHASES or node not in core.state.fleet.nodes:
         return
     known = core.state.fleet.nodes[node]
@@ -292,7 +291,7 @@ def warm(core: Core, event: ev.MemberWarm) -> None:
 
 
 def registered(core: Core, event: ev.MemberRegistered) -> None:
-    """Note the layout of a member that has built: it must match that of the run."""
+    """Note the layout of a member that has built; it must match the layout of the role so far."""
     state, memory, layout = core.state, core.state.memory, event.layout
     role = core.role_at(event)
     if role != layout.role or state.reporting_epoch is None or state.record is None:
@@ -315,8 +314,8 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
 
 
 def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.RoleLayout) -> None:
-    """End the run, with its slots kept: the state in memory is not of the model that a member has
-    built. No iteration was computed by then."""
+    """End the run and keep its slots, as the state in memory is not of the model that a member has
+    built. No iteration has been computed by then."""
     reason = (
         f"the state in memory is of another model or other flags: role {layout.role}:"
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
@@ -353,7 +352,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     is_other = event.exit_code == ExitStatus.OTHER_PROGRAM
     cannot_begin = event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran
     if cannot_begin or (is_other and not _is_needed(state, event.node)):
-        # It runs elsewhere: this node, which came later, lacks something that it needs.
+        # The program runs on other nodes; this node, which came later, lacks something it needs.
         text = f"excluded: its program cannot begin there: {event.last_line or cause}"
         kind = FailureKind.OTHER_PROGRAM if is_other else FailureKind.EXCLUDED
         drop_node(core, event.node, Failure.of_node(event.node, text, kind))
@@ -384,8 +383,8 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         and not device_is_lost
         and not state.survived
     ):
-        slot_too = replace(failure, signature=(*failure.signature, str(place)))
-        epoch.note_failure(core, slot_too)
+        with_place = replace(failure, signature=(*failure.signature, str(place)))
+        epoch.note_failure(core, with_place)
         if state.final is not None:
             shutdown.abort_start(core, state.final)
     if state.phase in states.LAST_PHASES:
@@ -399,7 +398,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
 
 
 def _cannot_begin_without(core: Core, node: int) -> bool:
-    """Return whether no other node takes its roles, and no awaited node could."""
+    """Return whether no other node can take the roles of the node, and no node is awaited."""
     fleet, config = core.state.fleet, core.config
     if node in fleet.quarantined or node not in core.state.seats.nodes:
         return False
@@ -412,7 +411,7 @@ def _is_broken(event: ev.MemberLost) -> bool:
 
 
 def _is_pending(core: Core, event: ev.OfMember) -> bool:
-    """Return whether a record that is being written has a seat for this slot."""
+    """Return whether a record that is being written has a seat in the place of this member."""
     deciding = core.state.phase_state
     return isinstance(deciding, states.Deciding) and any(
         (seat.node, seat.local_rank) == event.place for seat in deciding.pending.seats.values()
@@ -420,14 +419,15 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
 
 
 def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
-    """Return the failure that the end of a process means for the epoch in which it has ``role``."""
+    """Return the failure that the end of a process is for the epoch in which it has ``role``."""
     kind = _KINDS.get(event.exit_code) or kind_of_end(event.last_line)
     log = member_log_name(event.node, event.local_rank, event.incarnation)
     seat = "" if role is None else f"role {role} on node {event.node}, "
     evidence = f"{seat}log logs/{log}.log"
     signature: tuple[str, ...] = ("signal", str(event.signal), str(role))
     if _is_broken(event):
-        # However often devices break, the program is not to blame: each takes a node from the run.
+        # Without a signature, as the program is never to blame for broken devices; each of them
+        # takes a node from the run.
         return Failure(cause, kind, (), True, event.node, evidence)
     if event.signal is None:
         signature = ("exit", str(event.exit_code), without_numbers(event.last_line))
@@ -435,13 +435,14 @@ def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
 
 
 def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
-    """Start the next incarnation in the same place; after too many, drop the node."""
+    """Start the next incarnation in the same place; after too many restarts, drop the node.
+    ``counts``: whether this restart is counted."""
     node = core.state.fleet.nodes[event.node]
     if counts:
         node.restarts += 1
         node.restarted_at = (*_recent(core, node.restarted_at), core.now)
     restarts = len(node.restarted_at)
-    # The data of a node is needed as long as the state is not saved.
+    # While the state has yet to be saved, the data of the node is needed.
     if restarts > core.settings.restarts_in_place and core.state.final is None:
         cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
         drop_node(core, event.node, Failure.of_node(event.node, cause, failure.kind))
@@ -450,7 +451,7 @@ def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool
 
 
 def suspected(core: Core, event: ev.MemberSuspected) -> None:
-    """Kill and replace a process that a verdict of liveness names."""
+    """Kill and replace a process that is frozen or unreachable."""
     role = core.role_at(event)
     core.kill(event.place)
     if (role is not None and core.state.reporting_epoch is not None) or _is_pending(core, event):
@@ -466,7 +467,7 @@ def check_members(core: Core) -> None:
         return  # no process is needed any more, only the data of its node
     for place in state.fleet.places_with(states.MemberStatus.KILLED):
         if place in members and core.now - members[place].since > settings.close_seconds:
-            drop_node(core, place[0], silent(place[0], "cannot end a killed process"))
+            drop_node(core, place[0], timeout_failure(place[0], "cannot end a killed process"))
     if state.open_epoch is None or state.record is None:
         return
     if state.phase is states.Phase.OPENING and state.record.restore.kind == "initial":

@@ -1,6 +1,6 @@
-"""Pauses of all members at the same iteration: before a drain, other protection, missing copies,
-the dump at the end. All that was computed is committed by then; the close that follows loses
-nothing."""
+"""Pauses of all members at the same iteration: before a drain, another protection plan, missing
+copies, a larger size, or the dump at the end. By then all that was computed is committed, so the
+close that follows loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.records import next_due
 from deadpool_megatron.layout.schemes import format_plan
 
-# Share of the time left to a run: the rest is for the dump that follows.
+# Share of the time left to a run; the dump that follows needs the other part.
 _SHARE_OF_PAUSE = 0.2
 
 
@@ -30,7 +30,8 @@ def begin(core: Core, running: Running) -> None:
 
 
 def consider_pause(core: Core) -> None:
-    """Pause the running job when a wanted drain, or missing copies, can now be served."""
+    """Pause the running job if a wanted drain, a wanted plan or missing copies can now be served.
+    Otherwise set the time to grow, if a larger size fits."""
     state, record, running = core.state, core.state.record, core.state.phase_state
     if not isinstance(running, Running) or not _is_running(state) or record is None:
         return
@@ -49,7 +50,7 @@ def consider_pause(core: Core) -> None:
 
 
 def grow(core: Core) -> None:
-    """Pause for the larger size, which has fitted for long enough."""
+    """Pause for a larger size, if it still fits after the time to settle."""
     if _is_running(core.state) and can_grow(core):
         _pause_next(core, "more model replicas fit", grows=True)
     else:
@@ -79,8 +80,8 @@ def _pause_next(
 
 
 def _boundary_after(state: State, iteration: int) -> int:
-    """Return an iteration that no role has reached, with a protected generation: nothing is
-    lost."""
+    """Return a later iteration with a protected generation. A role may be in ``iteration`` + 1
+    already, so the first candidate is the iteration after that."""
     every = 1 if state.record is None else state.record.protection.every
     return next_due(iteration + 2, every)
 
@@ -118,12 +119,12 @@ def change_protection(core: Core, event: inputs.ProtectionRequested) -> None:
 
 
 def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
-    """Start a dump, in any phase. A run that trains pauses first, so that all that it has
-    computed is committed; else the next run computes the iteration under way. A share of the
-    seconds left, if they are given, is spent on the pause."""
+    """Start a dump, in any phase. A run that trains pauses first, so that the next run need not
+    compute the iteration under way again. If the event gives a number of seconds, a share of them
+    is spent on the pause."""
     state = core.state
     is_small = len(state.seats) < core.config.world_size
-    exports = is_small and event.seconds is None  # the dump fits only as many roles
+    exports = is_small and event.seconds is None  # a dump can be used only at its own size
     final = FinalStatus(ExitStatus.SAVED, event.reason, exports=exports)
     if isinstance(state.phase_state, states.Dumping):
         shutdown.expedite(core, state.phase_state, event.reason)
@@ -149,7 +150,7 @@ def note_done(core: Core, event: inputs.MemberDone) -> None:
     role, phase_state = core.sender_role(event), core.state.phase_state
     if role is not None and isinstance(phase_state, Entering | Running | Pausing):
         phase_state.done.add(role)
-        if rank_of(role) == 0:  # the others were given no reason
+        if rank_of(role) == 0:  # only this role knows how the program ended
             core.state.early, core.state.unsaved = event.early, event.unsaved
         epoch.check_done(core)
         check_paused(core)
@@ -158,8 +159,8 @@ def note_done(core: Core, event: inputs.MemberDone) -> None:
 def note_paused(core: Core, event: inputs.Paused) -> None:
     """Note that a role pauses after an iteration.
 
-    If this coordinator has not ordered it, an earlier coordinator did. Only a close lets the member
-    continue, and nothing is recomputed when all pause at the same iteration.
+    If this coordinator has not ordered the pause, an earlier coordinator did. Only a close lets the
+    member continue, and nothing is recomputed if all members pause at the same iteration.
     """
     role, phase_state, iteration = core.sender_role(event), core.state.phase_state, event.iteration
     if role is None:
@@ -172,11 +173,11 @@ def note_paused(core: Core, event: inputs.Paused) -> None:
         check_paused(core)
         return
     known = phase_state.pause if isinstance(phase_state, Entering) else None
-    still = set[int]() if known is None else known.paused
+    paused = set[int]() if known is None else known.paused
     if known is not None and known.iteration != iteration:
-        still, iteration = set(), max(known.iteration, iteration)
+        paused, iteration = set(), max(known.iteration, iteration)
     cause = "a pause that was ordered before the coordinator changed"
-    order = PauseOrder(iteration, cause, paused=still | {role})
+    order = PauseOrder(iteration, cause, paused=paused | {role})
     if isinstance(phase_state, Entering):
         phase_state.pause = order
     else:
@@ -184,7 +185,8 @@ def note_paused(core: Core, event: inputs.Paused) -> None:
 
 
 def pause_later(core: Core, event: inputs.PauseRefused) -> None:
-    """Choose a later iteration, as a role is past the wanted iteration. The deadline stays."""
+    """Order the pause at a later iteration, as a role is past the wanted iteration. The deadline
+    stays."""
     state, pausing, iteration = core.state, core.state.phase_state, event.iteration
     if core.sender_role(event) is None:
         return
@@ -195,12 +197,13 @@ def pause_later(core: Core, event: inputs.PauseRefused) -> None:
 
 
 def check_paused(core: Core, *, overdue: bool = False) -> None:
-    """Close the epoch, as after a failure, once all members pause (or their time is over)."""
+    """Close the epoch, as after a failure, once all members pause or the time for it is over."""
     pausing, wanted = core.state.phase_state, len(core.state.seats)
     if not isinstance(pausing, Pausing):
         return
     order, paused, done = pausing.order, pausing.order.paused, pausing.done
-    # The sizes are compared first, which is cheap: a role that is done may have paused, too.
+    # The sizes are compared first, which is cheap. The sets may overlap, as a role that is done may
+    # have paused before.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         core.state.fleet.draining, core.state.grows = order.draining, order.grows

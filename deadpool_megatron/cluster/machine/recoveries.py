@@ -16,7 +16,7 @@ from deadpool_megatron.wire.forms import Coded
 
 # This many recoveries are listed when the run ends; the events have all of them.
 RECOVERIES_SHOWN = 100
-# In the order of their occurrence; ``abandoned``: time in epochs that were opened but failed again.
+# The phases in their order. ``abandoned``: time in epochs that failed before their first iteration.
 PHASES = (
     "detect",
     "close",
@@ -52,11 +52,12 @@ class RecoveryReport(Coded):
 
 @dataclass
 class Recovery:
-    """A recovery in progress. ``mark``: when its present phase of the machine began. ``record``:
-    that of the epoch that ended first. ``opened_within``: seconds from the decision until the new
-    epoch was open.
+    """A recovery in progress. ``started``, ``mark``: when the recovery and its present phase began.
+    ``newest``: the newest iteration that was finished before. ``record``: the record of the epoch
+    whose end began the recovery. ``phases`` and ``reported``: seconds by the machine's clock and by
+    the reports. ``opened_within``: seconds from the decision until the new epoch was open.
 
-    ``kind``: that of the likeliest cause of the first epoch's end, the first of ``causes``.
+    ``kind``: the kind of the first of ``causes``, the likeliest cause of that epoch's end.
     """
 
     causes: list[str]
@@ -109,21 +110,23 @@ class Recovery:
         )
 
     def all_phases(self) -> dict[str, float]:
-        """Return the machine's phases with the reported phases, which share the time until the
-        epoch was open: each is that of its slowest role, and roles work in parallel."""
-        spent = sum(each for phase, each in self.reported.items() if phase != "reprotect")
+        """Return the seconds of the machine's and the reported phases. Each reported phase has the
+        time of its slowest role, and roles work in parallel. So if the sum of the reported times is
+        longer than the time until the epoch was open, they are scaled down to it, except for
+        re-protection, which is not part of that time."""
+        spent = sum(seconds for phase, seconds in self.reported.items() if phase != "reprotect")
         part = min(1.0, (self.opened_within or 0.0) / spent) if spent else 1.0
-        found = dict(self.phases)
+        phases = dict(self.phases)
         for phase, seconds in self.reported.items():
-            own = seconds if phase == "reprotect" else seconds * part
-            found[phase] = found.get(phase, 0.0) + own
-        return found
+            scaled = seconds if phase == "reprotect" else seconds * part
+            phases[phase] = phases.get(phase, 0.0) + scaled
+        return phases
 
 
 @dataclass
 class Recoveries:
-    """Recoveries of the run. ``current``: in progress. ``finished``: the newest, as seen by this
-    coordinator. ``count``, ``steps_recomputed``: over the whole run."""
+    """Recoveries of the run. ``current``: the recovery in progress. ``finished``: the newest
+    reports of this coordinator. ``count``, ``steps_recomputed``: totals of the whole run."""
 
     current: Recovery | None = None
     finished: list[RecoveryReport] = field(default_factory=list)
@@ -131,28 +134,28 @@ class Recoveries:
     steps_recomputed: int = 0
 
     def close(
-        self, failure: Failure, signs: float, now: float, newest: int, record: EpochRecord
+        self, failure: Failure, sign_at: float, now: float, newest: int, record: EpochRecord
     ) -> None:
-        """Note that the epoch of ``record`` is closed; the first sign of the failure (or the last
-        sign of life) was at ``signs``."""
+        """Note that the epoch of ``record`` is closed. ``sign_at``: when the first sign of the
+        failure came, or the last sign of life; ``newest``: the newest finished iteration."""
         if self.current is not None:
             self.current.reopen(failure.cause, now)
             return
-        started = min(signs, now)
+        started = min(sign_at, now)
         detect, kind = {"detect": now - started}, str(failure.kind)
         self.current = Recovery([failure.cause], started, now, newest, record, kind, detect)
 
     def add_cause(self, failure: Failure) -> None:
-        """Add a cause to the recovery in progress: in first place if the known cause followed from
-        it."""
-        if (found := self.current) is None:
+        """Add a cause to the recovery in progress: in first place if it is likely to have caused
+        the failure that is there."""
+        if (recovery := self.current) is None:
             return
-        is_later = "abandoned" in found.phases
-        if not is_later and precedence(failure.kind) < precedence(found.kind):
-            found.causes.insert(0, failure.cause)
-            found.kind = str(failure.kind)
+        is_later = "abandoned" in recovery.phases
+        if not is_later and precedence(failure.kind) < precedence(recovery.kind):
+            recovery.causes.insert(0, failure.cause)
+            recovery.kind = str(failure.kind)
         else:
-            found.causes.append(failure.cause)
+            recovery.causes.append(failure.cause)
 
     def spend(self, phase: str, now: float) -> None:
         """End a phase of the recovery in progress."""
@@ -166,7 +169,8 @@ class Recoveries:
             self.current.mark = now
 
     def finish(self, record: EpochRecord, now: float) -> RecoveryReport | None:
-        """Return the report of the recovery in progress, if there is any: it is complete."""
+        """End the recovery in progress, as the first iteration of ``record``'s epoch is complete,
+        and return its report. Return None if there is no recovery."""
         if self.current is None:
             return None
         report, self.current = self.current.finish(record, now), None
@@ -176,10 +180,10 @@ class Recoveries:
         return report
 
     def report(self, epoch: int, phase: str, seconds: float, exposed: float, active: int) -> None:
-        """Note a member's or vault's time of one phase in ``epoch``: they work in parallel, so the
-        longest counts. ``active``: the epoch that is not closed, if any. ``exposed``: how long
-        something lacked protection. A phase outside PHASES is part of another; only re-protection
-        may end after the recovery."""
+        """Note the time of a member or vault in a phase in ``epoch``. Members work in parallel, so
+        the longest time counts. ``active``: the epoch that is not closed, if any. ``exposed``: how
+        long state lacked protection. A phase that is not in PHASES is part of another phase. Only
+        re-protection may end after the recovery."""
         if self.current is not None and epoch == active:
             phases = self.current.reported
             self.current.exposed = max(self.current.exposed, exposed)

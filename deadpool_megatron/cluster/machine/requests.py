@@ -1,7 +1,7 @@
 """Requests of users: started as soon as they can be, and reported when they are done.
 
-A request is journalled before it arrives here, and comes again from the journal to a coordinator
-that takes over, which continues open requests as soon as the agents are back.
+A request is journalled before it arrives here. A coordinator that takes over gets it from the
+journal, and continues open requests as soon as the agents are back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ENDING = "the run is ending"
 
 
 def adopt(core: Core, event: ev.RequestsFound) -> None:
-    """Adopt the requests made to earlier coordinators; those that were started start again. After a
-    restart of all processes open requests are over; if that is only assumed, they wait for the
-    reports of agents."""
+    """Adopt the requests made to earlier coordinators; a request that was started starts again.
+    After a restart of all processes open requests are over. If that is only assumed, they wait
+    until the agents have reported."""
     again, waiting = [], core.state.phase_state
     restarted = event.restarted and not core.state.survived
     is_sure = core.config.has_new_command or not isinstance(waiting, states.TakingOver)
@@ -36,26 +36,26 @@ def adopt(core: Core, event: ev.RequestsFound) -> None:
         again.append(request)
     if restarted and isinstance(waiting, states.TakingOver) and not is_sure:
         waiting.requests = frozenset(request.number for request in again if request.is_open)
-    # A stop that could not wait for the journal was numbered without them.
+    # A stop that could not wait for the journal was numbered without knowledge of these requests.
     highest = max((request.number for request in again), default=0)
     own = [replace(request, number=highest + n) for n, request in enumerate(core.state.requests, 1)]
     core.state.requests = kept((*again, *own))
 
 
 def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
-    """Refuse these requests, as no earlier process has come back."""
+    """Refuse the requests with these numbers, as no earlier process has come back."""
     for request in core.state.requests:
         if request.number in numbers and request.is_open:
             _change(core, request.at(Stage.REFUSED, STARTED_AGAIN))
 
 
-def add(core: Core, event: ev.Asked) -> None:
-    """Add a request that a user has made and the journal has."""
+def add(core: Core, event: ev.RequestMade) -> None:
+    """Add the request of a user."""
     core.state.requests = kept((*core.state.requests, event.request))
 
 
 def exported(core: Core, event: ev.Exported) -> None:
-    """Note that a requested checkpoint is written, or came to nothing."""
+    """Note that a requested checkpoint is written, or has failed."""
     for request in core.state.requests:
         if request.number == event.number and request.is_open:
             stage, result = Stage.DONE, f"iteration {event.iteration} is in {event.path}"
@@ -66,9 +66,9 @@ def exported(core: Core, event: ev.Exported) -> None:
 
 
 def advance(core: Core) -> None:
-    """Start the requests that can start now, and note those that are done, after each input."""
+    """Start the requests that can start now, and note which are done, after each input."""
     before: tuple[Request, ...] = ()
-    while before is not core.state.requests:  # a request may make way for another, or overtake it
+    while before is not core.state.requests:  # a change of a request may allow or end another
         before = core.state.requests
         for request in before:
             if request.is_open:
@@ -77,7 +77,7 @@ def advance(core: Core) -> None:
 
 def _advance(core: Core, request: Request) -> None:
     phase_state = core.state.phase_state
-    is_known = core.state.phase is not states.Phase.BOOTSTRAPPING or core.state.record is None
+    is_back = core.state.phase is not states.Phase.BOOTSTRAPPING or core.state.record is None
     if core.state.phase in (states.Phase.ENDING, states.Phase.ENDED):
         is_stop = request.verb is Verb.STOP
         if is_stop and request.stage is Stage.ASKED:
@@ -89,18 +89,18 @@ def _advance(core: Core, request: Request) -> None:
         _change(core, request.at(stage, unsaved or _ENDING))
     elif isinstance(phase_state, states.TakingOver) and request.number in phase_state.requests:
         return
-    elif is_known or (request.verb is Verb.STOP and not request.content["dump"]):
-        # A stop at once does not depend on which agents are here.
+    elif is_back or (request.verb is Verb.STOP and not request.content["dump"]):
+        # A stop without a dump need not wait for agents to come back.
         _change(core, _STEPS[request.verb](core, request))
 
 
 def _change(core: Core, request: Request) -> None:
-    """Replace the request that has this number; report a new stage."""
-    known = core.state.requests
-    before = next(old for old in known if old.number == request.number)
+    """Replace the request that has the same number; report a new stage."""
+    requests = core.state.requests
+    before = next(old for old in requests if old.number == request.number)
     if before == request:
         return
-    core.state.requests = tuple(request if old is before else old for old in known)
+    core.state.requests = tuple(request if old is before else old for old in requests)
     if before.stage is not request.stage:
         reason = f": {request.reason}" if request.reason else ""
         text = f"request {request.number}, {request.describe()}: {request.stage}{reason}"
@@ -109,7 +109,7 @@ def _change(core: Core, request: Request) -> None:
 
 
 def refusal(state: states.State, verb: Verb, details: Mapping[str, Any]) -> str:
-    """Return why a request cannot be taken, before it is journalled; empty if it can."""
+    """Return why a request must not be journalled; empty if it may."""
     if state.phase in (states.Phase.ENDING, states.Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
     is_back = state.phase is not states.Phase.BOOTSTRAPPING or state.record is None
@@ -117,11 +117,11 @@ def refusal(state: states.State, verb: Verb, details: Mapping[str, Any]) -> str:
 
 
 def not_connected(state: states.State, node: int) -> str:
-    """Return as text that a node is not connected; empty if it is."""
+    """Return a text that the node is not connected; empty if it is."""
     if node in state.fleet.nodes:
         return ""
-    there = ", ".join(map(str, sorted(state.fleet.nodes)))
-    return f"node {node} is not connected (there are: {there})"
+    connected = ", ".join(map(str, sorted(state.fleet.nodes)))
+    return f"node {node} is not connected (there are: {connected})"
 
 
 def _drain(core: Core, request: Request) -> Request:
@@ -131,10 +131,11 @@ def _drain(core: Core, request: Request) -> Request:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in fleet.nodes:
         reason = fleet.removed.get(node, "is not connected")
-        named = reason if reason.startswith(f"node {node}") else f"node {node} {reason}"
-        return request.at(Stage.REFUSED, named)
+        text = reason if reason.startswith(f"node {node}") else f"node {node} {reason}"
+        return request.at(Stage.REFUSED, text)
     if node not in state.seats.nodes:
-        # The user may end the node, and the coordinator with it: the move is over first.
+        # Once this is reported as done, the user may end the node, and the coordinator with it. So
+        # the recovery must be over.
         if state.phase is not states.Phase.RUNNING or state.recoveries.current is not None:
             return request
         fleet.deprioritized |= {node}
@@ -171,7 +172,7 @@ def _protect(core: Core, request: Request) -> Request:
 def _persist(core: Core, request: Request) -> Request:
     state = core.state
     if request.stage is Stage.UNDER_WAY:
-        return request  # a checkpoint being published is not called back: its end answers
+        return request  # a checkpoint under way is not cancelled; its end answers the request
     if state.phase in states.LAST_PHASES or state.final is not None:
         return request.at(Stage.REFUSED, _ENDING)
     others = (other for other in state.requests if other.verb is Verb.PERSIST)
@@ -188,8 +189,8 @@ def _stop(core: Core, request: Request) -> Request:
     if not request.content["dump"]:
         shutdown.stop(core, _user_stop(request))
         return request.at(Stage.DONE)
-    left = None if request.until is None else max(0.0, request.until - core.now)
-    core.act(EndRun(str(request.content["reason"]), left))
+    seconds = None if request.until is None else max(0.0, request.until - core.now)
+    core.act(EndRun(str(request.content["reason"]), seconds))
     return request.at(Stage.UNDER_WAY)
 
 

@@ -1,6 +1,6 @@
-"""The end of a run: the dump when no spare is left, the result, the agents' departure.
+"""The end of a run: the dump when no spare is left, the result, the departure of the agents.
 
-A checkpoint is inspected before a run ends with it, or continues from it.
+A checkpoint is inspected before a run ends with it or continues from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
-    """Return the query for the state from which the next epoch is restored, at the same size."""
+    """Return the query for the state from which the next epoch can be restored at the same size."""
     state, start, held = core.state, core.config.start, core.state.memory.held
     # After a takeover, only memory shows what the first epoch has computed.
     begins = not (state.lineage.ever_ran or state.lineage.newest or state.memory.has_computed)
@@ -52,8 +52,8 @@ def roles_of(core: Core, count: int) -> range:
 
 
 def must_inspect(core: Core) -> bool:
-    """Return whether checkpoints have yet to be inspected after the close, and order it if so:
-    before that the epoch is not decided, nor does the run end."""
+    """Return whether the checkpoints have yet to be inspected after the close; if so, order that.
+    Until then no epoch is decided, and the run does not end."""
     lineage, phase_state = core.state.lineage, core.state.phase_state
     if lineage.is_inspected or not lineage.valid:
         return False
@@ -72,7 +72,7 @@ def durable_valid(core: Core, event: ev.DurableValid) -> None:
 
 
 def with_unloadable(core: Core, reason: str) -> str:
-    """Return why nothing can be restored, and which checkpoints could not be loaded."""
+    """Return the reason with the checkpoints that could not be loaded, if there are any."""
     paths, cause = sorted(core.state.lineage.invalidated), core.state.lineage.invalidation_reason
     last = f"; at the last try {cause}" if cause else ""
     return f"{reason}; could not be loaded: {', '.join(paths)}{last}" if paths else reason
@@ -82,10 +82,10 @@ def with_unloadable(core: Core, reason: str) -> str:
 
 
 def dump(core: Core) -> None:
-    """Write the newest common generation (or the rest of it) to disk, then end with the state's
-    final status, or for lack of a spare if there are none."""
+    """Write the newest common generation (or the part of it that is missing) to disk, then end with
+    ``state.final``, or for lack of a spare if that is not set."""
     state, dumping = core.state, core.state.phase_state
-    if isinstance(dumping, states.Dumping) and dumping.held:
+    if isinstance(dumping, states.Dumping) and dumping.writes_all:
         _forget_lost(core, dumping)
         return
     waited = f"no spare node for {core.settings.spare_timeout_seconds:g} s"
@@ -98,16 +98,16 @@ def dump(core: Core) -> None:
     query = restore_query(core, state.seats)
     restore = planner.choose_restore(query)
     if state.is_changing and (isinstance(restore, NoRestore) or restore.kind != "memory"):
-        # The generation of the size before is still whole.
+        # The generation of the previous size is perhaps still whole.
         before = planner.choose_restore(replace(query, roles=roles_of(core, state.changes.trained)))
         restore = before if isinstance(before, Restore) else restore
     if isinstance(restore, NoRestore):
         status = 1 if final.status == ExitStatus.SAVED else final.status
-        # If nodes cannot write, that is the reason, reported with the generations that they hold.
-        reason = (final if _failed(core) else final.with_detail(restore.reason)).reason
+        # If nodes could not write, that is the reason, and it is reported at the end.
+        reason = (final if _write_errors(core) else final.with_detail(restore.reason)).reason
         dump_held(core, replace(final, status=status, reason=with_unloadable(core, reason)))
     elif restore.kind == "initial":
-        detail = "nothing was saved" if _failed(core) else "nothing was computed yet"
+        detail = "nothing was saved" if _write_errors(core) else "nothing was computed yet"
         _finish_with_slots(core, final.with_detail(detail), restore)
     elif restore.kind != "memory":
         dump_held(core, final.with_detail(f"the newest checkpoint is {restore.path}"), restore)
@@ -116,13 +116,13 @@ def dump(core: Core) -> None:
 
 
 def _forget_lost(core: Core, dumping: states.Dumping) -> None:
-    """Stop waiting for data that lost nodes would have written."""
+    """Stop waiting for lost nodes to write."""
     dumping.awaited &= core.state.fleet.nodes.keys()
     check_dumped(core)
 
 
 def cannot_decide(core: Core, reason: str) -> None:
-    """Save the state and end: no epoch can follow, and the save needs none."""
+    """Save the state and end the run: no epoch can follow, and the save needs no epoch."""
     core.state.final = core.state.final or FinalStatus(1, reason)
     dump(core)
 
@@ -144,11 +144,11 @@ def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
     directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
     if isinstance(state.phase_state, states.Dumping) and state.phase_state.restore == saved:
-        # Every node writes all it holds of the generation, also if other parts now lead to it.
+        # Every node writes all its parts of the generation anyway, whatever the restore needs.
         _forget_lost(core, state.phase_state)
         return
     nodes = state.memory.held.keys() & state.fleet.nodes.keys()
-    deadline, failed = core.now + core.settings.first_step_seconds, _failed(core)
+    deadline, failed = core.now + core.settings.first_step_seconds, _write_errors(core)
     roles = tuple(sorted(restore.sources))
     state.phase_state = states.Dumping(deadline, final, saved, nodes, failed=failed, roles=roles)
     core.act(actions.Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
@@ -156,20 +156,20 @@ def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
 
 
 def dump_held(core: Core, final: FinalStatus, resume: Restore | None = None) -> None:
-    """Write all that the remaining nodes hold before the run ends, because memory cannot give a
-    generation to every role; a later run may find the rest (FFTrainer's lazy dump)."""
+    """Write all generations of the remaining nodes before the run ends, because none can be given
+    to every role. A later run may find the missing parts (FFTrainer's lazy dump)."""
     state = core.state
     held, live = state.memory.held, state.fleet.nodes
-    nodes = [node for node, found in sorted(held.items()) if node in live and found.holdings]
+    nodes = [n for n, inventory in sorted(held.items()) if n in live and inventory.holdings]
     generations = _generations_held(state, nodes)
     if not generations:
         _finish_with_slots(core, final, resume)
         return
-    directory, failed = core.config.dump_directory, _failed(core)
+    directory, failed = core.config.dump_directory, _write_errors(core)
     newest = Restore("dump", generations[0], path=directory)
     deadline = core.now + core.settings.first_step_seconds
     state.phase_state = states.Dumping(
-        deadline, final, newest, set(nodes), held=True, resume=resume, failed=failed
+        deadline, final, newest, set(nodes), writes_all=True, resume=resume, failed=failed
     )
     core.act(actions.Dump(tuple(nodes), directory, generations[0], "", generations))
     check_dumped(core)
@@ -191,16 +191,16 @@ def note_dumped(core: Core, event: ev.Dumped) -> None:
         dumping.awaited.discard(event.node)
         dumping.finished.add(event.node)
         dumping.damaged |= _note_damaged(core, event)
-        if dumping.damaged and not dumping.awaited and not dumping.held:
-            # Every node has reported its damaged parts, and is free to write another generation.
+        if dumping.damaged and not dumping.awaited and not dumping.writes_all:
+            # All nodes have reported their damaged parts, and can write another generation now.
             dump(core)
         else:
             check_dumped(core)
 
 
 def _note_damaged(core: Core, event: ev.Dumped) -> bool:
-    """Note damaged parts that the planner relied on; return False if all of them are known. Unlike
-    a node that cannot write, this node is still relied on for the rest, which it has written."""
+    """Note damaged parts on which the planner relied; return whether any of them is new. Unlike a
+    node that cannot write, this node stays a source for its other parts, which it has written."""
     blame = core.state.blame
     new = event.damaged - blame.bad_parts
     blame.bad_parts |= new
@@ -222,10 +222,10 @@ def dump_overdue(core: Core, dumping: states.Dumping) -> None:
 
 
 def _dump_failed(core: Core, dumping: states.Dumping, node: int, error: str) -> None:
-    """Continue without a node that cannot write, or not in time."""
+    """Continue without a node that cannot write, or has not written in time."""
     dumping.failed[node] = error
     dumping.awaited.discard(node)
-    if dumping.held:
+    if dumping.writes_all:
         core.log("error", f"node {node} could not write all it holds: {error}", node)
         check_dumped(core)
         return
@@ -234,15 +234,16 @@ def _dump_failed(core: Core, dumping: states.Dumping, node: int, error: str) -> 
     dump(core)
 
 
-def _failed(core: Core) -> dict[int, str]:
+def _write_errors(core: Core) -> dict[int, str]:
+    """Return node -> error of the nodes that could not write."""
     dumping = core.state.phase_state
     return dumping.failed if isinstance(dumping, states.Dumping) else {}
 
 
 def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
-    """Return the generations of the kept lineage that may be restored, newest first."""
+    """Return the generations of the kept lineages that may be restored, newest first."""
     inventories = [state.memory.held[node] for node in nodes]
-    held = {holding.generation for found in inventories for holding in found.holdings}
+    held = {holding.generation for inventory in inventories for holding in inventory.holdings}
     trusted = held - state.blame.untrusted(inventories)
     return tuple(sorted(filter(state.lineage.keeps, trusted), reverse=True))
 
@@ -252,14 +253,14 @@ def check_dumped(core: Core) -> None:
     dumping = core.state.phase_state
     if not isinstance(dumping, states.Dumping) or dumping.awaited:
         return
-    if dumping.held:
+    if dumping.writes_all:
         _finish_held(core, dumping)
         return
     if dumping.exporting:
         return  # the end of the export is awaited
     restore, settings = dumping.restore, core.settings
     core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
-    # Before a time limit, the run has exported all that it could in time, while it trained.
+    # A run with a time limit does not export now: it has exported as late as it could before.
     writers, is_small = _writers(core, dumping), len(dumping.roles) < core.config.world_size
     if (settings.exports or is_small) and dumping.final.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
@@ -270,9 +271,9 @@ def check_dumped(core: Core) -> None:
 
 
 def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
-    """Return role -> node that makes its part of a checkpoint: its own, or another if that is lost.
+    """Return role -> node that exports its part: the role's own node, or another if that is lost.
 
-    The others take turns: all share the disk that the dump is on. Empty when no node is left.
+    The other nodes take turns, as all share the disk with the dump. Empty when no node is left.
     """
     nodes = sorted(dumping.finished & core.state.fleet.nodes.keys())
     if not nodes:
@@ -282,7 +283,7 @@ def _writers(core: Core, dumping: states.Dumping) -> dict[int, int]:
 
 
 def dump_exported(core: Core, event: ev.DumpExported) -> None:
-    """Note that the dumped state is a checkpoint, too, or that this failed; then end."""
+    """End the run, as the export of the dumped state has ended, well or not."""
     match core.state.phase_state:
         case states.Dumping(exporting=True, restore=restore) as dumping:
             if event.generation == restore.generation:
@@ -293,7 +294,7 @@ def dump_exported(core: Core, event: ev.DumpExported) -> None:
 
 
 def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
-    """End the run as soon as the state is on the disk: the request has no time to lose."""
+    """End the run as soon as the state is on disk, without an export: there is no time left."""
     if dumping.exporting:
         _finish_dumped(core, dumping)
     elif dumping.final.exports:
@@ -301,9 +302,9 @@ def expedite(core: Core, dumping: states.Dumping, reason: str) -> None:
 
 
 def stop(core: Core, event: ev.UserStop) -> None:
-    """End the run for the user (130). A dump being exported ends without its checkpoint, as the
-    state to continue from must be reported in any case; a dump in progress keeps its memory, any
-    other run only if the user ``keeps`` it; a run that is over waits for nothing any more."""
+    """End the run for the user (exit status 130). An export of a dump is cut short, but the dump is
+    still reported as the state to continue from. During a dump the state in memory stays; otherwise
+    it stays only if the user ``keeps`` it. A run that is ending ends its waits."""
     reason = event.reason
     match core.state.phase_state:
         case states.Dumping(exporting=True) as dumping:
@@ -317,7 +318,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
             )
             finish(core, FinalStatus(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
-            # The user has reconsidered this start: the state from before it stays.
+            # The user has reconsidered this start, so the state from before it stays.
             abort_start(core, FinalStatus(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
@@ -357,14 +358,14 @@ def _finish_held(core: Core, dumping: states.Dumping) -> None:
 
 
 def _finish_with_slots(core: Core, final: FinalStatus, resume: Restore | None) -> None:
-    """End the run; data that a node could not write stays in memory, if it is nowhere else."""
-    if failed := _failed(core):
-        errors = "; ".join(dict.fromkeys(failed.values()))
+    """End the run; if a node could not write, the slots of all nodes stay in memory."""
+    if errors := _write_errors(core):
+        text = "; ".join(dict.fromkeys(errors.values()))
         final = final.with_detail(
-            f"the dump of nodes {sorted(failed)} could not be written ({errors}), the state stays"
+            f"the dump of nodes {sorted(errors)} could not be written ({text}), the state stays"
             f" in their memory: make room, then {_command(core)} on their hosts writes it first"
         )
-    finish(core, final, resume, keeps_slots=bool(failed))
+    finish(core, final, resume, keeps_slots=bool(errors))
 
 
 def finish(
@@ -376,8 +377,8 @@ def finish(
     is_early: bool = False,
 ) -> None:
     """End the run with this status; the agents get ``close_seconds`` to leave. ``keeps_slots``:
-    data in memory stays there, for a start with the same run directory. When the run is over, and
-    every requested save is valid, the coordinator reports it (RUN_ENDED)."""
+    data in memory stays there, for a start with the same run directory. When the run is over and
+    every requested save is valid, the coordinator emits RUN_ENDED."""
     state = core.state
     if isinstance(state.phase_state, states.Ending | states.Ended):
         return
@@ -393,8 +394,8 @@ def finish(
 
 
 def end_recovery(core: Core) -> None:
-    """Report the times of a recovery when its first iteration is complete, or the run ends
-    before."""
+    """Report the times of a recovery, as its first iteration is complete or the run ends before
+    that."""
     state = core.state
     if state.record is None or not isinstance(state.phase_state, states.Open):
         return

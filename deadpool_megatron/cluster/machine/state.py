@@ -1,9 +1,8 @@
-"""Knowledge of the coordinator's state machine: data and look-ups; nothing is decided here.
+"""The state of the coordinator's state machine: data and look-ups, without decisions.
 
-It changes with each input. Each phase is an object with the data that is known only during it;
-fields of the state hold the data that outlives a phase. Small sets are replaced by new sets; those
-that hold roles or members are changed in place: copies for every message of ten thousand members
-would cost quadratic time.
+Each phase is an object with the data that is known only during that phase; the fields of the state
+hold data that outlives a phase. Small sets are replaced by new sets. Sets of roles or members are
+changed in place, as copies for every message of ten thousand members would cost quadratic time.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Place = tuple[int, int]  # (node, local rank)
 
 @dataclass(frozen=True)
 class Config:
-    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are meant for training, the rest are spares.
+    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are meant for training, the others are spares.
 
-    ``start``: the state that epoch 1 begins with (kind initial, durable or dump); ``older``: the
+    ``start``: the state with which epoch 1 begins (kind initial, durable or dump); ``older``: the
     states to fall back to if that cannot be loaded. ``restarted``: all processes of the run had
-    ended, and its agents start again; ``has_new_command``: with the settings of a new start, which
-    count from now on. ``check_only``: the run ends when its nodes are judged. ``finished``:
-    iterations finished before the start; ``from_scratch``: the run may begin again if nothing is
-    left of them.
+    ended, and its agents start again; ``has_new_command``: a new command has started them, whose
+    settings apply from now on. ``check_only``: the run ends when its nodes are judged.
+    ``finished``: iterations finished before the start; ``from_scratch``: the run may begin at
+    iteration 0 if their state is lost.
     """
 
     nodes: int
@@ -64,7 +63,7 @@ class Config:
 
 
 class MemberStatus(StrEnum):
-    """Life of a member process; its next incarnation replaces a lost process at once."""
+    """Status of a member process. A new incarnation replaces a lost process at once."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -89,10 +88,11 @@ class MemberState:
 class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
-    ``restarted_at`` and ``crashed_at``: when, within the last ten minutes; only crashes that ended
-    an epoch count. ``host_errors``: in the whole run. ``memory_bytes``: for generations, 0 if not
-    known. ``facts``: its latest report about its host, None if there is none; ``judged``: its
-    eligibility. ``returns``: see :class:`.inputs.NodeJoined`.
+    ``restarted_at`` and ``crashed_at``: times of replacements, and of crashes that ended an epoch,
+    within the last ten minutes. ``host_errors``: errors of the device or memory in the whole run.
+    ``memory_bytes``: memory for generations, 0 if not known. ``facts``: the latest report about the
+    host, if any; ``judged``: the eligibility of the node. ``returns``: see
+    :class:`.inputs.NodeJoined`.
     """
 
     host: str
@@ -109,21 +109,21 @@ class NodeState:
 
     @property
     def host_name(self) -> str:
-        """Return the host name of its machine, if known: later nodes of that machine share it."""
+        """Return the host name, which later nodes on the same host share; else the address."""
         return self.host if self.facts is None else self.facts.hostname
 
 
 @dataclass
 class Fleet:
     """Nodes and members. ``nodes``: connected nodes. ``removed``: nodes given up, with the cause.
-    ``drains``: nodes whose roles are to move as soon as a spare can take them; while there are any,
-    also those whose roles have moved: they are no spares for the others; ``draining``: nodes
-    without a role in the next record; ``deprioritized``: nodes that get a role last;
-    ``distrusted``: nodes quarantined for crashes, slowness or their health, which get a role only
-    if a failure leaves no other node; ``quarantined``: nodes that computed or held wrong numbers,
-    or have a broken device, and get no role any more; ``quarantined_hosts``: hosts all of whose
-    nodes were found so; no node there gets a role. ``returning``: nodes whose agents ended in this
-    recovery, and may come back."""
+    ``drains``: nodes whose roles are to move as soon as a spare can take them. A node whose roles
+    have moved stays in it while other drains are open, so that it is no spare for them.
+    ``draining``: nodes that lose their roles in the next record. ``deprioritized``: nodes that get
+    a role last. ``distrusted``: nodes quarantined for crashes, slowness or their health, which get
+    a role only if a failure leaves no other node. ``quarantined``: nodes that computed or held
+    wrong numbers, or have a broken device, and never get a role again. ``quarantined_hosts``: hosts
+    whose nodes are all quarantined; no later node there gets a role. ``returning``: nodes whose
+    agents ended in this recovery, and may come back."""
 
     nodes: dict[int, NodeState] = field(default_factory=dict)
     removed: dict[int, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Fleet:
 
     @property
     def poor_spares(self) -> frozenset[int]:
-        """Return the nodes that make poor spares."""
+        """Return the nodes that get a role last, or never."""
         return self.deprioritized | self.quarantined
 
     def distrust(self, nodes: frozenset[int]) -> None:
@@ -158,9 +158,9 @@ class Fleet:
 @dataclass
 class Memory:
     """Contents of the memory of the nodes, as far as reported. ``promised``: inventories of the
-    last close. ``found``: contents of the memory of nodes that no record names yet. ``layouts``:
-    how roles lay out their state; ``inherited``: roles whose layout is known from memory alone.
-    ``sizes``: those of the program, None as long as no member has reported any."""
+    last close. ``found``: inventories of nodes that were not part of it, from their joins.
+    ``layouts``: the layouts of the roles; ``inherited``: roles whose layout is known only from
+    slots. ``sizes``: the sizes of the program, None as long as no member has reported any."""
 
     promised: dict[int, records.Inventory] = field(default_factory=dict)
     found: dict[int, records.Inventory] = field(default_factory=dict)
@@ -169,8 +169,8 @@ class Memory:
     sizes: Sizes | None = None
 
     def add_sizes(self, sizes: Sizes | None) -> None:
-        """Note the sizes that a member reports: those with the fewest numbers count, as state of
-        some roles may allow less."""
+        """Note the sizes that a member reports. The report with the fewest sizes counts, as the
+        state of some roles may exclude a size."""
         known = self.sizes
         if sizes and (known is None or len(sizes.replicas) < len(known.replicas)):
             self.sizes = sizes
@@ -178,18 +178,18 @@ class Memory:
     @property
     def held(self) -> dict[int, records.Inventory]:
         """Return the inventories of live nodes: as promised at the close, else as found at the
-        join."""
+        node's join."""
         return {**self.found, **self.promised}
 
     @property
     def has_computed(self) -> bool:
         """Return whether memory holds a generation that an iteration has computed."""
-        found = (holding for inventory in self.held.values() for holding in inventory.holdings)
-        return any(holding.generation.iteration > 0 for holding in found)
+        holdings = (holding for inventory in self.held.values() for holding in inventory.holdings)
+        return any(holding.generation.iteration > 0 for holding in holdings)
 
     def in_slots(self, roles: Iterable[int]) -> dict[int, records.RoleLayout]:
-        """Return the layouts that the slots show for roles whose members have not yet reported to
-        this coordinator how they lay out their state."""
+        """Return the layouts, according to the slots, of the roles whose members have not yet
+        reported a layout to this coordinator."""
         unknown = set(roles) - self.layouts.keys()
         return common_layouts(unknown, self.held.values()) if unknown else {}
 
@@ -204,14 +204,14 @@ class Memory:
 
 @dataclass
 class LineageProgress:
-    """Progress along the lineage. ``kept``: see layout.planner.keep_lineages. ``newest``: last
-    iteration reported by an open epoch. ``valid``: states on disk to fall back to, newest first;
+    """Progress along the lineage. ``kept``: see layout.planner.keep_lineages. ``newest``: the last
+    iteration that any epoch has reported. ``valid``: states on disk to fall back to, newest first;
     ``is_inspected``: whether they were inspected since the last epoch was closed.
     ``invalidated``: paths of checkpoints that could not be loaded; ``invalidation_reason``: the
     last reason, if this coordinator knows it; ``retried``: path of the only checkpoint left, which
-    gets another try. ``ever_ran``: whether an epoch was ever open. ``reported``: last iteration
-    reported by the newest epoch that has reported any: less than ``newest`` after a return to an
-    old checkpoint."""
+    gets another try. ``ever_ran``: whether an epoch was ever open. ``reported``: the last iteration
+    that the newest reporting epoch has reported; it is below ``newest`` after a return to an old
+    checkpoint."""
 
     kept: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0
@@ -246,8 +246,8 @@ class LineageProgress:
         self.valid = tuple(known for known in self.valid if known.path not in paths)
 
     def invalidate(self, path: str) -> bool:
-        """Note that the checkpoint at ``path`` could not be loaded, and return whether it is struck
-        off. The only one left gets a second try: a device may have been at fault."""
+        """Note that the checkpoint at ``path`` could not be loaded. Return whether it is given up
+        now: the only checkpoint left gets a second try, as a device may have been at fault."""
         if path != self.retried and {known.path for known in self.valid} == {path}:
             self.retried = path
             return False
@@ -263,8 +263,8 @@ class LineageProgress:
 
 @dataclass
 class ChosenProtection:
-    """Protection that was chosen. ``plan``: for the next record. ``reason``: why it differs from
-    the last. ``reported``: the plan that was reported last."""
+    """The chosen protection. ``plan``: the plan of the next record. ``reason``: why it differs from
+    the plan before. ``reported``: the plan that was reported last."""
 
     plan: ProtectionPlan = field(default_factory=ProtectionPlan)
     reason: str = ""
@@ -294,8 +294,8 @@ LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 
 @dataclass
 class PauseOrder:
-    """Order to all members to pause after ``iteration``; ``draining``: nodes to be drained;
-    ``grows``: a larger size is chosen then."""
+    """An order to all members to pause after ``iteration``. ``draining``: nodes that lose their
+    roles then; ``paused``: roles that pause; ``grows``: a larger size is chosen then."""
 
     iteration: int
     cause: str
@@ -316,7 +316,7 @@ class Bootstrapping:
 class Entering:
     """The entry of roles into the epoch. ``restored``, ``done``: roles that have their state, or
     have completed their last iteration. ``begins``: the generation that the roles of an initial
-    start have reported. ``pause``: wanted as soon as the epoch runs."""
+    start have reported. ``pause``: an order that is sent as soon as the epoch runs."""
 
     deadline: float
     restored: set[int] = field(default_factory=set)
@@ -329,8 +329,8 @@ class Entering:
 class TakingOver(Entering):
     """The wait of a new coordinator: the newest epoch continues while its agents come back.
 
-    ``missed``: why the epoch must be closed as soon as all are back. ``requests``: numbers of those
-    that are over if no earlier process turns out to be left.
+    ``missed``: the failure for which the epoch is closed as soon as all agents are back.
+    ``requests``: numbers of the requests that are over unless an earlier process is still alive.
     """
 
     phase: ClassVar = Phase.BOOTSTRAPPING
@@ -340,8 +340,8 @@ class TakingOver(Entering):
 
 @dataclass
 class Closing:
-    """The wait for inventories of nodes, and for the end of killed members; ``inspects``: only the
-    inspection of the checkpoints is awaited."""
+    """The wait for the inventories of the nodes ``awaited``, and for the end of killed members.
+    ``inspects``: only the inspection of the checkpoints is awaited."""
 
     phase: ClassVar = Phase.CLOSING
     deadline: float
@@ -370,8 +370,8 @@ class Deciding:
 
 @dataclass
 class Opening(Entering):
-    """The wait until every role has restored. ``since``: when this coordinator announced it, or
-    began, for the start of a run."""
+    """The wait until every role has restored. ``since``: when this coordinator announced the epoch,
+    or at the start of a run when the coordinator began; None after a takeover."""
 
     phase: ClassVar = Phase.OPENING
     since: float | None = None
@@ -380,7 +380,7 @@ class Opening(Entering):
 @dataclass
 class Running:
     """Training of all roles. ``has_begun``: whether the work that had to wait for this phase is
-    done; ``pause``: a part of it. ``deadline``: when the run grows, if a larger size fits."""
+    done, such as to send the order ``pause``. ``deadline``: when the run grows to a larger size."""
 
     phase: ClassVar = Phase.RUNNING
     done: set[int] = field(default_factory=set)
@@ -403,11 +403,11 @@ class Pausing:
 class Dumping:
     """The write of the nodes' memory to disk; then the run ends with ``final``.
 
-    ``held``: the nodes write all they hold, as no generation is whole, rather than that
-    of ``restore``; a run then continues from ``resume``, if given. ``failed``: nodes that could not
-    write, and why, now or when another generation was tried before. ``damaged``: a node has found
-    damaged bytes in parts that the plan relied on. ``exporting``: all is written, and is being made
-    a checkpoint. ``roles``: those of the generation.
+    ``writes_all``: the nodes write all their generations, not only that of ``restore``, as no
+    generation is whole; ``resume`` is then the state to continue from, if any. ``failed``: node ->
+    error of nodes that could not write this generation, or another before. ``damaged``: a node has
+    found damaged bytes in parts on which the planner relied. ``exporting``: all is written, and is
+    being exported as a checkpoint. ``roles``: the roles of the generation.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -416,7 +416,7 @@ class Dumping:
     restore: records.Restore
     awaited: set[int]
     finished: set[int] = field(default_factory=set)
-    held: bool = False
+    writes_all: bool = False
     resume: records.Restore | None = None
     failed: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
@@ -426,8 +426,8 @@ class Dumping:
 
 @dataclass
 class Ending:
-    """The wait for the agents to leave. ``unsaved``: why their data is in memory only, or lost;
-    empty if it was written."""
+    """The wait for the agents to leave. ``unsaved``: why the state of the run is only in memory, or
+    lost; empty if it was written."""
 
     phase: ClassVar = Phase.ENDING
     deadline: float
@@ -455,15 +455,15 @@ PhaseObject = (
 class State:
     """All knowledge of the machine.
 
-    ``seats``: those of the last announced record, or as planned before there is any. ``epoch``:
-    highest number given to a record. ``record``: the last announced. ``restarted``: new agents have
-    joined an epoch that was open; ``survived``: so have agents older than this coordinator.
-    ``start``, ``changes``: see :class:`History`. ``began``: when this coordinator began.
-    ``grows``: the next record may be of a larger size. ``final``: how the run ends once its state
-    is saved.
-    ``early``: how far the program has come, if it ended before its last iteration. ``unsaved``: why
-    its last checkpoint is not valid. ``requests``: those of users, open or just ended. ``agreed``:
-    properties that the nodes share, None until they are judged.
+    ``seats``: the seats of the last announced record, or the planned seats before there is a
+    record. ``epoch``: highest number given to a record. ``record``: the last announced record.
+    ``restarted``: new agents have joined an epoch that was open; ``survived``: agents that are
+    older than this coordinator have joined too. ``start``, ``changes``: see :class:`History`.
+    ``began``: when this coordinator began. ``grows``: the next record may be of a larger size.
+    ``final``: how the run ends once its state is saved. ``early``: how far the program came, if it
+    ended before its last iteration. ``unsaved``: why its last checkpoint is not valid.
+    ``requests``: open requests of users, and some that have ended. ``agreed``: properties that the
+    nodes share, None until the nodes are judged.
     """
 
     phase_state: PhaseObject
@@ -500,15 +500,15 @@ class State:
 
     @property
     def standing_epoch(self) -> int | None:
-        """Return the number of the epoch whose saves count: the open epoch, or the newest while the
-        run ends. No failure closed the latter, and nothing overwrites its saves."""
+        """Return the number of the epoch whose saves count: the open epoch, or the newest epoch
+        while the run ends. No failure closed that epoch, and nothing overwrites its saves."""
         ends = self.final is not None or self.phase in LAST_PHASES
         return self.record.epoch if self.record is not None and ends else self.open_epoch
 
     @property
     def reporting_epoch(self) -> int | None:
         """Return the number of the epoch whose members' reports count: the open epoch, or after a
-        takeover the newest, in which members continue while the agents come back."""
+        takeover the newest epoch, in which members continue while the agents come back."""
         return (
             self.record.epoch if self.record and isinstance(self.phase_state, Reporting) else None
         )
@@ -523,7 +523,7 @@ class State:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether no iteration was completed yet since the number of roles has changed."""
+        """Return whether the number of roles has changed and no iteration was completed since."""
         return self.record is not None and self.changes.trained != len(self.record.seats)
 
     @property
@@ -539,7 +539,8 @@ class State:
         return self.seats.role_of(node, local_rank, incarnation) if self.record else None
 
     def use_of(self, node: int) -> records.NodeUse:
-        """Return the use of a connected node; a quarantined node keeps that use with a role."""
+        """Return the use of a connected node. A quarantined node counts as quarantined even while
+        it has a role."""
         fleet = self.fleet
         if node in fleet.quarantined | fleet.distrusted:
             return records.NodeUse.QUARANTINED

@@ -1,8 +1,9 @@
 """Takeover: another coordinator continues a run, unless something happened to it.
 
-The journal holds the last decisions, the agents report the outcome. While they come back the
-machine is BOOTSTRAPPING, members continue working, and failures are only remembered (``missed``).
-When all are back the newest epoch stays open, or it is closed as after any failure.
+The journal contains the last decisions, and the agents report their outcome. While the agents come
+back, the machine is BOOTSTRAPPING, members continue to work, and a failure is only noted
+(``missed``). When all agents are back, the newest epoch stays open, or is closed as after any
+failure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deadpool_megatron.preflight import eligibility
 
 
 def note_join(core: Core, event: ev.NodeJoined) -> None:
-    """Note the report of a joining agent about the newest epoch, while all come back."""
+    """Note the report of a joining agent about the newest epoch, while all agents come back."""
     state, record, phase_state = core.state, core.state.record, core.state.phase_state
     if not isinstance(phase_state, TakingOver) or record is None:
         return
@@ -106,7 +107,7 @@ def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     if state.restarted and not state.survived:
         state.start = record.epoch
     refuse_assumed(core, taking_over.requests)
-    # The lost node, rather than the failure that its peers saw first.
+    # A lost node is named rather than the failures that its peers have reported before.
     causes = filter(None, (taking_over.missed, _unseen_failure(core, record)))
     failure = min(causes, key=lambda cause: precedence(cause.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
@@ -120,14 +121,14 @@ def _resume(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
 
 
 def _unseen_failure(core: Core, record: EpochRecord) -> Failure | None:
-    """Return the failure that was not reported, as there was no coordinator to report it to."""
+    """Return the failure that was not reported, as there was no coordinator."""
     state = core.state
     ended = [role for role in sorted(record.seats) if not _is_alive(core, role)]
     if ended and state.restarted:
         some = "all processes" if len(ended) == len(record.seats) else f"processes of roles {ended}"
         return Failure(f"{some} were started again", FailureKind.RESTART)
-    if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
-        node = wrong[0]
+    if quarantined := sorted(state.fleet.draining & set(state.fleet.nodes)):
+        node = quarantined[0]
         cause = f"node {node} was quarantined for the rest of the run"
         return Failure.of_node(node, cause, FailureKind.EXCLUDED)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):

@@ -57,7 +57,7 @@ class Coordinator:
 
     def feed(self, item: inputs.Input) -> None:
         self.fed.append(item)
-        if isinstance(item, inputs.Asked):
+        if isinstance(item, inputs.RequestMade):
             self.state.requests = (*self.state.requests, item.request)
         elif isinstance(item, inputs.RequestsFound):
             self.state.requests = (*item.requests, *self.state.requests)

@@ -180,7 +180,7 @@ def users_ask() -> RecordedWorld:
         Request(5, "e", Verb.PERSIST, {"directory": "/elsewhere"}),
     ]
     for request in asked:
-        world.feed(ev.Asked(request))
+        world.feed(ev.RequestMade(request))
         world.train_on(2)
         world.show()
     world.feed(ev.Exported(1, 3, "/exports/iter_0000003"))
@@ -193,7 +193,7 @@ def users_ask() -> RecordedWorld:
     world.train_on(3)
     world.show()
     content = {"dump": True, "keeps": False, "reason": "maintenance", "ends": None}
-    world.feed(ev.Asked(Request(7, "g", Verb.STOP, content)))
+    world.feed(ev.RequestMade(Request(7, "g", Verb.STOP, content)))
     world.feed(ev.DumpRequested("maintenance"))
     world.train_on(3)
     world.end_export("")

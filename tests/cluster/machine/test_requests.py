@@ -15,7 +15,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
 def ask(rig: Rig, verb: Verb, number: int = 1, until: float | None = None, **content: Any) -> None:
-    rig.feed(ev.Asked(Request(number, f"token{number}", verb, content, until=until)))
+    rig.feed(ev.RequestMade(Request(number, f"token{number}", verb, content, until=until)))
 
 
 def outcome(rig: Rig, number: int = 1) -> tuple[Stage, str]:
