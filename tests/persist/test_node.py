@@ -112,6 +112,6 @@ async def test_failed_exporter_is_reported_with_its_last_output(tmp_path):
     LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
     exports, _, reports = node_of(tmp_path)
     exports._name = "1.1"
-    exports._written("1.1", tmp_path, ProcessEnd(exit_code=1))
+    exports._ended("1.1", tmp_path, ProcessEnd(exit_code=1))
     text = "the exporter ended with exit status 1: ValueError: no room"
     assert (reports[0]["step"], reports[0]["text"]) == ("failed", text)

@@ -19,7 +19,7 @@ from typing import Any
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError, size_conflict
 from deadpool_megatron.cli.start.resume import refuse_while_training
-from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
+from deadpool_megatron.cluster.journal.journal import QUARANTINED, REMOVED, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory
@@ -212,7 +212,8 @@ def _node_numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
         return tuple(range(wanted))
     record = EpochRecord.from_dict(newest[1])
     history = record.history
-    lost = {*history.removed, *journal.numbers(GONE), *history.quarantined, *journal.numbers(WRONG)}
+    removed, quarantined = journal.numbers(REMOVED), journal.numbers(QUARANTINED)
+    lost = {*history.removed, *removed, *history.quarantined, *quarantined}
     known = {*record.nodes, *lost, *journal.numbers("node")}
     seated = {seat.node for seat in record.seats.values()}
     kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))

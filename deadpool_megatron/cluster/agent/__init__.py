@@ -4,7 +4,7 @@ process              the life of the agent's process, and the slots of an agent 
 agent                orders, reports, loss of contact, shutdown
 options              start options of the agent and of its members
 members              member processes, and the reports about them to the coordinator
-evidence             stacks of a member before it is killed
+stacks               stacks of a member before it is killed
 vault_process        supervision of the vault, and the orders to it
 standby_supervisor   the standby coordinator of the node
 coordinator_address  the address of the coordinator

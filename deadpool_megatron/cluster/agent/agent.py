@@ -4,8 +4,8 @@ It runs in one asyncio loop; file system calls that may hang run in threads. The
 fixed: first the vault stops sealing, then the members are interrupted, then every seated member
 leaves the epoch or is killed, and only then is the inventory taken and sent.
 
-Losing the coordinator changes nothing for training; the agent reconnects, to its successor if need
-be. A node that is cut off from a live coordinator ends its members (fence.py), because the
+The loss of the coordinator changes nothing for training; the agent connects again, perhaps to the
+successor. A node that is cut off from a live coordinator ends its members (fence.py), because the
 coordinator is about to reassign their roles.
 """
 
@@ -50,13 +50,13 @@ from deadpool_megatron.wire.auth import AuthenticationError
 
 _FLUSH_SECONDS = 2.0
 _NAMES_SECONDS = 10.0
-# A first coordinator may take this long to start on a busy host.
+# The first coordinator may need this long to start on a busy host; then its absence is reported.
 _TROUBLE_SECONDS = 10.0
 
 
 class AgentParts:
-    """The parts of an agent, which call it back. ``starter`` and ``files`` replace its own.
-    For the agent's loop.
+    """The parts of an agent, which call it back. ``starter`` and ``files`` replace the default
+    parts. For the agent's loop.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AgentParts:
         address = CoordinatorAddress(
             run,
             options.fixed_address,
-            seen=lambda: None if self.standby is None else self.standby.address,
+            from_standby=lambda: None if self.standby is None else self.standby.address,
         )
         self.link = CoordinatorLink(
             address.newest,
@@ -104,8 +104,8 @@ class AgentParts:
 
 
 class Agent:
-    """The supervisor of one node (see the module text); :meth:`run` is its whole life. Made and
-    used in one loop. ``found``: slots in memory before its first vault.
+    """The supervisor of one node (see the module text); :meth:`run` is its whole life. Created and
+    used in one loop. ``found``: the slots that were in memory before the first vault started.
     """
 
     def __init__(
@@ -121,11 +121,13 @@ class Agent:
         # The record sent to members; a node that joined late is in no record yet.
         self.sent_record: EpochRecord | None = None
         self._restore = Restore("initial", Generation(0, 0))
+        # The newest closed epoch, and the id of the coordinator process that has sent a welcome.
         self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
         self._own_boot = secrets.token_hex(8)  # agents in containers may have equal pids
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
+        # Why the agent ends, and whether it removes the slots.
         self._ending: tuple[str, bool] | None = None
         self._stopping, self._drained = asyncio.Event(), asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
@@ -145,9 +147,9 @@ class Agent:
             await self._vault.start()
             self.write_listing()
             # Shielded, so that the last reports are acknowledged while everything else shuts down.
-            # Later the fence or the launcher decides how long a connection may take.
-            patience = max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
-            self._serving = asyncio.create_task(self._link.run(patience))
+            # The fence or the launcher ends a node without contact earlier than this limit.
+            limit = max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
+            self._serving = asyncio.create_task(self._link.run(limit))
             await first_of(
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
@@ -208,7 +210,7 @@ class Agent:
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
-            self._stacks.kill_by_order(message, self._members.addressed(message))
+            self._stacks.kill_by_order(message, self._members.find(message))
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -226,11 +228,11 @@ class Agent:
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
         if boot != self._boot:
-            # Before the first welcome there is nothing to repeat: the link keeps reports until ack.
+            # Before the first welcome there is nothing to repeat: the link still has all reports.
             if self._boot:
                 within = float(message.get("repeat_seconds", 0.0))
                 self._members.repeat(lambda: self._closed, within)
-                self._exports.drop()  # a new coordinator knows of no export
+                self._exports.drop()  # a new coordinator does not know of any export
             else:
                 print(f"agent of node {self._node} joined the run", file=sys.stderr, flush=True)
             self._boot = boot
@@ -240,7 +242,8 @@ class Agent:
             self._order_close(closed, str(message.get("cause", "")))
 
     async def _work(self) -> None:
-        """Carry out orders one after the other: a close never overtakes the record it closes."""
+        """Carry out orders one after the other, so that a close never overtakes the record of its
+        epoch."""
         while True:
             await (await self._orders.get())
 
@@ -267,7 +270,8 @@ class Agent:
         self.write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
-        """Report a closed epoch at once: a new coordinator may ask while a dump is written."""
+        """Queue the close of an epoch. If the epoch is closed already, send the inventory at once,
+        as a new coordinator may order the close while a dump holds up the queue."""
         if epoch <= self._closed:
             self._send_inventory(epoch)
         else:
@@ -310,8 +314,8 @@ class Agent:
             self._fence(f"epoch {record.epoch} continues without this node")
             return
         self.sent_record = record
-        self._closed = max(self._closed, record.epoch - 1)  # closing older epochs is too late
-        if self._node in record.nodes:  # else it joined after the decision: a spare next time
+        self._closed = max(self._closed, record.epoch - 1)  # older epochs need no close any more
+        if self._node in record.nodes:  # else this node joined after the decision
             failpoints.hit("agent.record", epoch=record.epoch)
             self.record = record
             self._store.enter(record.epoch)
@@ -330,7 +334,7 @@ class Agent:
     # Reports of members (see MemberObserver).
 
     def member_reported(self, member: Member, message: dict[str, Any]) -> None:
-        """Forward a member's message with its seat."""
+        """Forward a member's message to the store or the coordinator."""
         kind = message.get("t")
         if kind == "hello":
             if self.sent_record is not None and self.sent_record.epoch > self._closed:
@@ -342,7 +346,7 @@ class Agent:
         take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """Report a frozen member with its silence, ask for its stacks, and kill it."""
+        """Report a frozen member, ask it for its stacks, and kill it."""
         self._members.report_frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
@@ -358,7 +362,7 @@ class Agent:
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
                 self._checker.ask_health()
 
-    def _shown_facts(self) -> dict[str, Any]:
+    def _facts_for_users(self) -> dict[str, Any]:
         """Return the facts about this node that the coordinator shows to users."""
         return {"members": self._members.beats(), "vault": self._vault.status}
 
@@ -372,14 +376,14 @@ class Agent:
             self._members.check()
             self._logs.trim()
             if self._link.beat_is_due:
-                self._link.beat(self._shown_facts)
+                self._link.beat(self._facts_for_users)
             self._look_for_cut(time.monotonic())
-            # The period that the coordinator asks for need not be a multiple of the setting.
+            # Half of the setting, as the period that the coordinator orders may not be a multiple.
             await asyncio.sleep(self._settings.beat_interval_seconds / 2)
 
     def _keep_names(self) -> None:
-        """Restore names in shared memory that another program has removed: processes print to them
-        and find their vault by them. The vault reports the removal."""
+        """Restore names in shared memory that another program has removed: processes find their
+        logs and their vault by these names. The vault reports the removal."""
         self._names_checked_at = time.monotonic()
         try:
             for name in self._names:
@@ -399,7 +403,7 @@ class Agent:
             self._fence(verdict, keep=True)
 
     def _look_for_coordinator(self, now: float) -> None:
-        """Before the first contact, print early what prevents it; end the agent if the node's own
+        """Before the first contact, print the obstacle early. End the agent if the node's own
         standby cannot claim a term, because another start would not help."""
         waited, standby = now - self._began, self._standby
         if self._boot or standby is None or waited < _TROUBLE_SECONDS:
@@ -413,10 +417,11 @@ class Agent:
             text = f"agent of node {self._node} waits for a coordinator: {trouble}"
             print(text, file=sys.stderr, flush=True)
 
-    def run_over(self, kept: bool) -> None:
-        """End once the result is written: the coordinator's order to stop may have been lost."""
+    def run_over(self, keeps_slots: bool) -> None:
+        """End the agent, as the result of the run is written, if it is not connected: the
+        coordinator's order to stop may have been lost."""
         if not self._link.connected:
-            self._end("the run is over", not kept)
+            self._end("the run is over", not keeps_slots)
 
     # Beginning and end.
 
@@ -428,19 +433,21 @@ class Agent:
         self._files.replace(self._options.run.node(self._node), text)
 
     def _launcher_gone(self) -> None:
-        self._link.supersede("the launcher is gone")  # else the run would end for lack of nodes
+        # Otherwise the coordinator would see its nodes leave, and end the run for lack of nodes.
+        self._link.supersede("the launcher is gone")
         self._fence("the launcher is gone", keep=True)
 
     def _fence(self, reason: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
-        """End at once: no process relies on this node. ``keep``: its slots may be needed later."""
+        """End at once, as no process relies on this node. ``keep``: the slots may be needed
+        later."""
         if self._ending is None:
             for member in self._members.by_local_rank.values():
                 member.kill(reason)
         if not self._exit_code:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {reason}", file=sys.stderr, flush=True)
-        comes_again = self._options.keeps_slots and code != ExitStatus.EXCLUDED
-        self._end(reason, not (keep or (comes_again and not self._leaving.is_ordered)))
+        restarts = self._options.keeps_slots and code != ExitStatus.EXCLUDED
+        self._end(reason, not (keep or (restarts and not self._leaving.is_ordered)))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -458,7 +465,7 @@ class Agent:
                 member.kill(reason)
             await wait_ended(members, self._settings.close_seconds)
         self._members.close()
-        # Steps of kept lineages count even if the run no longer needs this node.
+        # Reports of completed iterations count even if the run no longer needs this node.
         may_arrive = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
         await self._link.flush(_FLUSH_SECONDS if may_arrive else 0.0)
         if self._serving is not None:
@@ -467,8 +474,9 @@ class Agent:
         await self._exports.close()
         await self._vault.shut_down(remove)
         if self._standby is not None:
-            goes_on = self._exit_code or self._leaving.exit_status  # the run, without this node
-            grace = 0.0 if goes_on else 2 * self._settings.close_seconds
+            # A run that continues without this node needs another coordinator now.
+            continues = self._exit_code or self._leaving.exit_status
+            grace = 0.0 if continues else 2 * self._settings.close_seconds
             await self._standby.close(grace)
         self._files.replace(self._options.run.node(self._node), None)
         await self._files.close(_FLUSH_SECONDS)
@@ -477,7 +485,8 @@ class Agent:
 
 
 class Departure:
-    """The handler of SIGTERM; ``end()`` ends the agent. For the agent's loop only."""
+    """The handler of SIGTERM: it first drains the node, if the options give it time for that.
+    ``end()`` ends the agent. For the agent's loop only."""
 
     def __init__(self, options: AgentOptions, end: Callable[[], None]) -> None:
         self._options, self._end = options, end
@@ -487,8 +496,8 @@ class Departure:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
 
     def status(self, exit_code: int) -> int:
-        """Return the exit status of an agent; ``exit_code`` is its own reason to end, or 0.
-        An agent that is also ordered to stop does not rejoin."""
+        """Return the exit status of an agent; ``exit_code`` is its own reason to end, or 0. After
+        SIGTERM the status is TERMINATED, so that no agent is started again in its place."""
         is_ordered = exit_code and self.is_ordered
         return ExitStatus.TERMINATED if is_ordered else exit_code or self.exit_status
 

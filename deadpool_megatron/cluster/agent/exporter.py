@@ -44,11 +44,11 @@ class NodeExports:
         self._log = logs.log(f"node{options.node}-persist")
         self._send = send
         self._name = ""
-        self._taken: list[Snapshot] = []
+        self._snapshots: list[Snapshot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
         self._removals: list[threading.Thread] = []
-        # Those of an agent that was killed: no other process would free their memory.
+        # A killed agent may have left snapshots, whose memory no other process would free.
         drop_snapshots(self._segments)
 
     def order(self, message: Mapping[str, Any]) -> None:
@@ -83,8 +83,8 @@ class NodeExports:
         self._name = ""
         if self._writer is not None:
             self._writer.kill()
-        self._taken = []
-        # A vault that is still taking a snapshot gives up when it finds the file gone.
+        self._snapshots = []
+        # A vault that is still taking a snapshot gives up when its file is missing.
         drop_snapshots(self._segments)
 
     async def close(self) -> None:
@@ -102,21 +102,21 @@ class NodeExports:
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._options.info.settings.persist_seconds
-        failure, code, taken = "", Code.FAILED, list[Snapshot]()
+        failure, code, snapshots = "", Code.FAILED, list[Snapshot]()
         try:
-            taken = await self._take_snapshots(name, iteration, limit)
+            snapshots = await self._take_snapshots(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
             code = error.code if isinstance(error, VaultError) else code
         if failure or name != self._name:
             drop_snapshots(self._segments, name)
         if name != self._name:
-            return  # dropped meanwhile
+            return  # the export was dropped in the meantime
         if failure:
             self._report(name, "failed", text=failure, code=code)
             return
-        self._taken = taken
-        places = {str(s.role): [s.generation.to_list(), s.boundary] for s in self._taken}
+        self._snapshots = snapshots
+        places = {str(s.role): [s.generation.to_list(), s.boundary] for s in snapshots}
         self._report(name, "taken", roles=places)
 
     def _start_writing(self, message: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class NodeExports:
             "directory": message["directory"],
             "iteration": message["iteration"],
             "skeletons": str(templates),
-            "taken": [snapshot.to_dict() for snapshot in self._taken],
+            "taken": [snapshot.to_dict() for snapshot in self._snapshots],
             "dump": dump,
             "roles": message["roles"],
             "deadline_seconds": self._options.info.settings.persist_seconds,
@@ -140,7 +140,7 @@ class NodeExports:
             job.write_text(json.dumps(facts))
             self._writer = start_child(
                 ["-m", "deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
-                lambda ending: self._written(name, Path(message["directory"]), ending),
+                lambda ending: self._ended(name, Path(message["directory"]), ending),
                 log=self._log,
                 # The exporter computes nothing on devices, and must not take memory there.
                 environment={"CUDA_VISIBLE_DEVICES": ""},
@@ -149,9 +149,10 @@ class NodeExports:
             self._report(name, "failed", text=f"the exporter was not started: {error}")
             self.drop()
 
-    def _written(self, name: str, directory: Path, ending: ProcessEnd) -> None:
+    def _ended(self, name: str, directory: Path, ending: ProcessEnd) -> None:
+        """Report the end of an exporter, or remove the files of an export that was dropped."""
         if name != self._name:  # dropped; a new export may be under way
-            # The coordinator removes the directory, too, but perhaps before this process was gone.
+            # The coordinator removes the directory too, but perhaps before the exporter has ended.
             thread = threading.Thread(target=shutil.rmtree, args=(directory, True), daemon=True)
             thread.start()
             self._removals.append(thread)
@@ -162,7 +163,7 @@ class NodeExports:
         else:
             text = f"the exporter {ending}: {last_line(self._log)}"
             self._report(name, "failed", text=text.rstrip(": "))
-        self._taken = []
+        self._snapshots = []
         drop_snapshots(self._segments)
 
     def _report(self, name: str, step: str, **facts: Any) -> None:

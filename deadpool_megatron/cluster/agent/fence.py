@@ -15,14 +15,14 @@ class Fence:
     agent ends its members ``fence_seconds`` (F) after it *sent* the newest beat that was
     acknowledged, which is no later than the moment at which the coordinator received it. With P the
     time between two reads of the journal, D the time to kill the members and r the bound on the
-    ratio of two clocks' rates: (F + P + D) r < G. Nothing is assumed about the network, nor that
-    two clocks show the same time.
+    ratio of two clocks' rates: (F + P + D) r < G. This assumes nothing about the network, and no
+    agreement between the times of two clocks.
 
-    A coordinator without a heartbeat reassigns nothing, so while the journal can be read and the
-    heartbeat stands still, training continues. After such a gap it restarts every silence timer;
-    see :class:`~deadpool_megatron.cluster.journal.terms.HeartbeatTiming`. A coordinator that takes
-    over gives every node ``rejoin_seconds`` from its claim; the node allows itself the same share
-    of that as F is of G.
+    A coordinator without a heartbeat reassigns nothing. So while the journal can be read and the
+    heartbeat does not change, training continues. After such a gap the coordinator restarts every
+    silence timer; see :class:`~deadpool_megatron.cluster.journal.terms.HeartbeatTiming`. A
+    coordinator that takes over gives every node ``rejoin_seconds`` from its claim, of which the
+    node allows itself the fraction F / G.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,7 +50,8 @@ class Fence:
         if self._mark is None:
             self._term_at = at if self._contact is None else self._contact
         elif term > self._mark[0]:
-            # Claimed after the previous read, perhaps long ago if the journal was out of reach.
+            # The term was claimed after the previous read: long ago, if the journal was out of
+            # reach since then.
             self._term_at = before
         if self._mark != (term, beat):
             self._mark = (term, beat)
@@ -59,8 +60,8 @@ class Fence:
             self._contact = max(self._contact, at)
 
     def silent_seconds(self, now: float) -> float:
-        """Return the time since the last proof that this node still counts; 0 before the first
-        contact."""
+        """Return the seconds since the last proof that the coordinator relies on this node; 0
+        before the first contact."""
         if self._contact is None:
             return 0.0
         return now - (self._term_at if self._is_awaited() else self._contact)

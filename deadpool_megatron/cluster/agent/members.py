@@ -34,8 +34,8 @@ STICKY = (
 class FramePipe:
     """Frames over a stream socket, with callbacks in the running loop; no threads, no blocking.
 
-    ``on_message`` gets each frame; ``on_end`` is called once, at end of stream or
-    after bytes that are not a frame.
+    ``on_message`` gets each frame; ``on_end`` is called once, at the end of the stream or after
+    bytes that are not a frame.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class FreezeDetector:
         return now - self._alive_at
 
     def is_frozen(self, now: float) -> bool:
-        """Return whether it is frozen; inspect the process only after two missed beats."""
+        """Return whether the process is frozen; inspect it only after a third of the limit."""
         if now - self._alive_at < self._freeze_seconds / 3:
             return False
-        found = posix.state_and_cpu_ticks(self._pid)
-        if found is None or found[0] in "ZX":
-            return False  # it has ended: the pid file descriptor reports that
-        state, ticks = found
+        status = posix.state_and_cpu_ticks(self._pid)
+        if status is None or status[0] in "ZX":
+            return False  # the process has ended: the pid file descriptor reports that
+        state, ticks = status
         if state not in "Tt" and (state in "RD" or ticks != self._ticks):
             self._ticks = ticks
             self._alive_at = now - self._freeze_seconds / 3
@@ -156,7 +156,7 @@ class MemberObserver(Protocol):
 
     def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
         """Take the end of a reaped process, after all its messages. ``ordered``: this agent killed
-        it, and ``cause`` is the reason; otherwise ``cause`` is the last error in its log.
+        it for the reason ``cause``; otherwise ``cause`` is the last error in its log.
         """
 
 
@@ -188,7 +188,8 @@ class Member:
         self._watch.then(self._report_end)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send an order; forget a request that it answers, so that no coordinator gets it again."""
+        """Send an order. Forget the request that it answers, so that no coordinator gets the
+        request again."""
         request = self.newest.get("durable-request", {})
         if message.get("t") == "durable-done" and message["iteration"] == request.get("iteration"):
             del self.newest["durable-request"]
@@ -298,8 +299,8 @@ class NodeMembers:
         if self.by_local_rank.get(member.local_rank) is member:
             del self.by_local_rank[member.local_rank]
 
-    def addressed(self, message: Mapping[str, Any]) -> Member | None:
-        """Return the live member that an order names by its local rank and incarnation."""
+    def find(self, message: Mapping[str, Any]) -> Member | None:
+        """Return the live member that an order names by local rank and incarnation, if any."""
         member = self.by_local_rank.get(int(message["slot"]))
         is_current = member is not None and member.incarnation == int(message["incarnation"])
         return member if is_current else None
@@ -366,8 +367,9 @@ class NodeMembers:
         self._send({"t": "member-lost", **seat, **details, "last_line": cause})
 
     def repeat(self, closed_epoch: Callable[[], int], within_seconds: float) -> None:
-        """Repeat the members' reports after the newest closed epoch to a new coordinator, at a
-        random moment within the time, as messages of all agents at once may be too many.
+        """Repeat the members' reports, except those of closed epochs, to a new coordinator. It is
+        done at a random moment within the time, as the reports of all agents at once may be too
+        many.
         """
         if within_seconds:
             moment = random.uniform(0, within_seconds)
@@ -378,32 +380,33 @@ class NodeMembers:
                 self.pass_on(member, message)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
-        """Carry out ``deadpool kill``, with which a user tries a recovery: signal a part of this
+        """Carry out ``deadpool kill``, by which a user tries out a recovery: signal a part of this
         node. ``vault`` is the vault's process id, None between two vaults."""
         number = signal.Signals[f"SIG{message['signal']}"]
         part = message["part"]
         if part == "role":
-            if (member := self.addressed(message)) is not None:
+            if (member := self.find(message)) is not None:
                 posix.kill(member.pid, number)
             return
         pids = [] if part == "agent" or vault is None else [vault]
         if part == "node":
             pids += [member.pid for member in self.by_local_rank.values()]
-        if part in ("agent", "node"):  # right after the others, whose ends it must not report
+        if part in ("agent", "node"):  # last, but before it can report the ends of the others
             pids.append(os.getpid())
         for pid in pids:
             posix.kill(pid, number)
 
 
 async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
-    """Wait until all have ended; False after the deadline (the kernel may hold a process)."""
+    """Wait until all members have ended. Return False after the deadline, as the kernel may hold a
+    process."""
     try:
         async with asyncio.timeout(deadline_seconds):
             for member in members:
                 await member.ended.wait()
     except TimeoutError:
-        left = [member.pid for member in members if not member.ended.is_set()]
-        print(f"processes {left} did not end within {deadline_seconds:g} s", file=sys.stderr)
+        pids = [member.pid for member in members if not member.ended.is_set()]
+        print(f"processes {pids} did not end within {deadline_seconds:g} s", file=sys.stderr)
         return False
     return True
 
@@ -411,7 +414,7 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
 async def wait_left(
     members: list[Member], epoch: int, changed: asyncio.Event, settings: Settings
 ) -> None:
-    """Wait until every member has left the epoch; kill and reap those that are late or fail.
+    """Wait until every member has left the epoch; kill and reap the members that are late or fail.
 
     The caller sets ``changed`` whenever a member has left or ended.
     """

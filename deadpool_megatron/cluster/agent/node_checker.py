@@ -1,7 +1,7 @@
 """Facts of a node about its host, sent when it joins and again later.
 
-While it has no role, or where the site has a health command, it checks its host again from time to
-time, in a separate process: a driver or a file system may hang, and the agent must not.
+A node without a role, or at a site with a health command, checks its host again from time to time.
+A separate process does that, since a driver or a file system may hang, and the agent must not.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class NodeChecker:
         """Check the host repeatedly, for ever; a fact that cannot be read keeps its value."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            asked = self._options.info.settings.health_command
-            if self._facts is not None and (asked or self._is_spare()):
+            command = self._options.info.settings.health_command
+            if self._facts is not None and (command or self._is_spare()):
                 await self.look()
 
     async def look(self) -> None:
         """Read the facts again, and send them."""
         try:
-            # Notes of earlier runs are read once: the file may be on a slow file system.
+            # Notes of earlier runs are read only at the start, as their file system may be slow.
             noted = "" if self._facts is None else self._facts.noted
             self._facts = replace(await self._read(), noted=noted)
         except (OSError, TimeoutError, LookupError, TypeError, ValueError) as error:

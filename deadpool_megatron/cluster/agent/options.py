@@ -1,4 +1,4 @@
-"""Options that an agent and its members are started with."""
+"""The start options of an agent and of its members."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
-#: the number of a node to which the coordinator has not assigned one yet
+#: stands for the number of a node to which the coordinator has not assigned a number yet
 NO_NUMBER = -1
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of one node. ``fixed_address``: the coordinator's, for unshared run directories.
+    """Options of one node. ``fixed_address``: the address of the coordinator, where the run
+    directory is not shared.
 
-    ``server``, if any, forks members; a parked process imports ``modules``. ``standby`` is
-    the command of the standby, () for none. ``launcher_fd`` exists where a launcher on this host
+    ``server``, if any, forks members; a parked process imports ``modules``. ``standby`` is the
+    command of the standby, () for none. ``launcher_fd`` is set where a launcher on this host
     started the agent: its end of file means that the launcher is gone, which ends the node, and a
-    byte from it starts the standby, which elsewhere starts with the agent. In that case no network
-    lies between this node and the others, and its slots are lost with it. ``keeps_slots``: a new
-    agent follows this agent when it is fenced, and takes over its slots. ``facts`` about the host
-    are read before the agent starts; None where checks are off. ``leave_seconds`` is the time for
-    its roles to move to a spare when it is ordered to end; 0 to end at once. ``siblings`` are the
-    nodes that the same command starts on this host: their agents may not have started yet. ``gpus``
-    of the node are read before the agent starts, so that a later loss moves no other member.
+    byte from it starts the standby (elsewhere the standby starts with the agent). Under a launcher
+    no network lies between this node and the others, and its slots are lost with it.
+    ``keeps_slots``: after a fence a new agent is started, which takes over the slots. ``facts``
+    about the host are read before the agent starts; None where checks are off. ``leave_seconds`` is
+    the time for the roles to move to a spare when the agent is ordered to end; 0 to end at once.
+    ``siblings`` are the nodes that the same command starts on this host: their agents may not have
+    started yet. ``gpus`` of the node are read before the agent starts, so that the loss of a GPU
+    later gives no member another GPU.
     """
 
     node: int
@@ -71,7 +73,7 @@ def device_environment(options: AgentOptions, local_rank: int) -> dict[str, str]
 def member_spec(
     options: AgentOptions, local_rank: int, incarnation: int, provisional_role: int
 ) -> MemberSpec:
-    """Return how a member process of the node starts."""
+    """Return the specification of a member process of the node."""
     info = options.info
     environment = {
         run_files.ENVIRONMENT_DIRECTORY: str(options.run.path),

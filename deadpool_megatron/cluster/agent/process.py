@@ -30,22 +30,23 @@ def run_agent(options: AgentOptions) -> int:
     """Run an agent in this process, and return its exit status.
 
     It takes over the slots that a former agent of this node has left, or those of another node of
-    this host whose agent is gone. Raises NodeTaken, or SegmentError for slots that it cannot read.
+    this host whose agent has ended. Raises NodeTaken, or SegmentError for unreadable slots.
     """
     set_process_name(f"dp-agent{options.node}")
     info = options.info
-    # The processes that it starts are found by these variables.
+    # Child processes inherit these variables, by which they are found later.
     os.environ[run_files.ENVIRONMENT_DIRECTORY] = str(options.run.path)
     os.environ[run_files.ENVIRONMENT_RUN_ID] = info.run_id
     if nccl_environment.is_needed(info.settings.communicator):
-        # In the agent's own environment: a parked process imports torch before it has a member.
+        # In the agent's own environment, as a parked process imports torch before it becomes a
+        # member and gets the environment of that member.
         nccl_environment.complete(os.environ)
     if info.nproc_per_node > 1:
         # As torchrun does: with torch's default each process would take all cores of the node.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
-    if complaint := posix.raise_limit(needed):
-        print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
+    if problem := posix.raise_limit(needed):
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
     lock = orphaned_slots.claim(options.segments, options.node)
     run_id = info.run_id
     orphaned_slots.end_orphaned_processes(options.run, run_id, options.node, options.segments)
@@ -88,13 +89,14 @@ def dump_orphans(
     """Write the kept generations in directories without a live agent, and return the files.
     ``progress`` gets the fraction done (0 to 1) before each directory.
 
-    A directory is removed from memory once it is written. Raises VaultError with one line when one
-    cannot be written or read: then that directory stays, and the others have been written.
+    A directory is removed from memory once it is written. Raises SegmentError with one line for
+    unreadable directories, which stay, after all others have been written. Raises another
+    VaultError at once when a directory cannot be written.
     """
     written, unread = [], []
-    found = node_directories(info.run_id)
-    for at, directory in enumerate(found):
-        progress(at / len(found))
+    directories = node_directories(info.run_id)
+    for at, directory in enumerate(directories):
+        progress(at / len(directories))
         number = directory.name.removeprefix("node")
         if not number.isdigit() or not any(directory.glob("*.seg")):
             continue

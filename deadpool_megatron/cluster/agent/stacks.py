@@ -40,12 +40,12 @@ class StackReporter:
         self._node = node
         self._record = record
         self._report = report
-        self._asked: dict[Member, asyncio.Task[None]] = {}
+        self._pending: dict[Member, asyncio.Task[None]] = {}
 
     def kill(self, member: Member, cause: str) -> None:
         """Ask for stacks, report them, and kill the member, at most half a second from now."""
-        if member not in self._asked and not member.ended.is_set():
-            self._asked[member] = asyncio.create_task(self._take(member, cause))
+        if member not in self._pending and not member.ended.is_set():
+            self._pending[member] = asyncio.create_task(self._take(member, cause))
 
     def kill_by_order(self, message: Mapping[str, Any], member: Member | None) -> None:
         """Carry out the coordinator's order to kill ``member``; None if the member has ended."""
@@ -54,7 +54,7 @@ class StackReporter:
         cause = str(message.get("cause", "killed by order of the coordinator"))
         if message.get("hung"):
             self.kill(member, cause)
-        elif member not in self._asked:
+        elif member not in self._pending:
             member.kill(cause)
 
     async def _take(self, member: Member, cause: str) -> None:
@@ -62,7 +62,7 @@ class StackReporter:
             self._report_stacks(member, await get_stacks(member.pid, member.log, _ANSWER_SECONDS))
         finally:
             member.kill(cause)
-            del self._asked[member]
+            del self._pending[member]
 
     def _report_stacks(self, member: Member, stacks: Stacks) -> None:
         record, role = self._record(), None
@@ -111,8 +111,8 @@ def read_stacks(text: str) -> Stacks:
 async def get_stacks(pid: int, log: Path, limit_seconds: float) -> Stacks:
     """Ask a process for its stacks; return them, or the reason why they are missing at the limit.
 
-    ``log`` is the file that the process writes to, in the memory of this host. The signal is sent
-    without a wait: the next message to the process could change its stacks.
+    ``log`` is the file to which the process writes, in the memory of this host. The signal is sent
+    before anything is awaited, as the next message to the process could change its stacks.
     """
     previous = ""
     try:
@@ -138,10 +138,10 @@ def _obstacle(pid: int) -> str:
 
     The signal would end a process that has no handler for it.
     """
-    found = posix.state_and_cpu_ticks(pid)
-    if found is None or found[0] in "ZX":
+    state = posix.state_and_cpu_ticks(pid)
+    if state is None or state[0] in "ZX":
         return "the process has ended"
-    if found[0] in "Tt":
+    if state[0] in "Tt":
         return "the process is stopped and cannot answer"
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")

@@ -26,11 +26,12 @@ Address = tuple[str, int]
 
 class StandbySupervisor:
     """Supervision that keeps one standby alive. A standby that has claimed a term continues as the
-    coordinator, and ends with this process at the latest. Used from the agent's loop only.
+    coordinator, and the next standby is started. All of them end with this process at the latest.
+    Used from the agent's loop only.
 
     ``command`` starts a standby. ``on_look(term, beat, at)`` reports a read of the journal that
-    began at monotonic time ``at``; ``on_over(kept)`` reports that the run is over, and whether its
-    slots in memory stay.
+    began at monotonic time ``at``; ``on_over(keeps_slots)`` reports that the run is over, and
+    whether its slots stay in memory.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class StandbySupervisor:
         self._pause = _RESTART_SECONDS
 
     def begin(self, launcher_fd: int | None, on_launcher_gone: Callable[[], None]) -> None:
-        """Start a standby, under a launcher as soon as its pipe has a byte; at the end of the pipe
-        call ``on_launcher_gone()``."""
+        """Start a standby; under a launcher only when a byte comes from the launcher's pipe. At the
+        end of the pipe call ``on_launcher_gone()``."""
         if launcher_fd is None:
             self.start()
             return
@@ -98,14 +99,14 @@ class StandbySupervisor:
         self._pipe = FramePipe(own_end, self._take, lambda reason: None)
         if self._place is not None:
             self._send({"place": self._place})
-        if self._was_in_touch:  # a standby that has just been started may have to take over too
+        if self._was_in_touch:  # repeat this news, as the new standby may have to take over
             self._send({"in_touch": True})
             if not self._contact:
                 self._send({"in_touch": False})
 
     def place(self, order: Callable[[int | None], int]) -> None:
-        """Set the order of succession: by the newest record, ``order(coordinator)`` standbys may
-        claim before this standby if the coordinator on that node is lost."""
+        """Set the order of succession of the newest record. ``order(coordinator)`` returns how many
+        standbys may claim before this standby if the coordinator on that node is lost."""
         self._order = order
         self._send_place()
 
@@ -115,13 +116,13 @@ class StandbySupervisor:
             self._place = place
             self._send({"place": place})
 
-    def contact(self, there_is: bool) -> None:
-        """Inform the standby whether the coordinator answers this agent: while it does not, the
+    def contact(self, in_touch: bool) -> None:
+        """Inform the standby whether the coordinator answers this agent. While it does not, the
         standby reads the journal more often."""
-        if there_is != self._contact:
-            self._contact = there_is
-            self._was_in_touch = self._was_in_touch or there_is
-            self._send({"in_touch": there_is})
+        if in_touch != self._contact:
+            self._contact = in_touch
+            self._was_in_touch = self._was_in_touch or in_touch
+            self._send({"in_touch": in_touch})
 
     async def close(self, grace_seconds: float) -> None:
         """End the standby; a coordinator gets time to finish with the other agents."""
@@ -147,7 +148,7 @@ class StandbySupervisor:
             self._coordinators.append(self._watcher)
             self._watcher = None
             self._pipe.close()
-            # The next standby takes time to start, and the fence does not wait for it.
+            # The fence needs this look now, and the next standby takes time to start.
             self._look(report, int(report["claimed"]), "claimed")
             self.start()
         else:
@@ -164,7 +165,7 @@ class StandbySupervisor:
         watcher, pipe = self._watcher, self._pipe
         if watcher is None or watcher.ending is None or pipe is None:
             return
-        pipe.read_rest()  # its last reports
+        pipe.read_rest()  # the last reports of the standby
         pipe.close()
         if self._watcher is watcher:
             self._watcher = None

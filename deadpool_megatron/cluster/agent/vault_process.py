@@ -1,8 +1,8 @@
-"""The agent's supervision of its vault: sockets that outlive it, restarts, orders with deadlines.
+"""The agent's supervision of its vault: restarts, lasting sockets, orders with deadlines.
 
 The vault is started by exec, in its own process group and without a parent-death signal, because
-its slots must survive this agent. A vault that does not obey in time is killed and started again on
-the same slots, in the state it should have been in.
+its slots must survive this agent. A vault that does not obey in time is killed. Its replacement
+gets the same slots and sockets, and the orders that the killed vault had to obey.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _SHORTAGE_SECONDS = 5.0
-# In a row, in about ten seconds; a successful start resets the count.
+# This many failed starts in a row take about ten seconds.
 _MAX_FAILED_STARTS = 8
 _BACKLOG = 512
 # Events of every role in every iteration.
@@ -55,7 +55,7 @@ class VaultGivenUp(Exception):
 
 
 class VaultSupervisor:
-    """Successive vault processes of one node. ``report`` sends a frame to the coordinator.
+    """Successive vault processes of one node. ``report`` sends a message to the coordinator.
 
     Every call that waits for the vault raises VaultGivenUp when no vault can be started.
     """
@@ -102,13 +102,14 @@ class VaultSupervisor:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the present vault; between two vaults that of the last vault."""
+        """Return the process id of the present vault, or of the last vault between two vaults."""
         assert self._watch is not None
         return self._watch.pid
 
     @property
     def living_pid(self) -> int | None:
-        """Return the id of a live vault, None between two: any process may have its id by now."""
+        """Return the process id of a live vault. Return None between two vaults, as the id of the
+        last vault may be that of any process by now."""
         return None if self._watch is None or self._watch.ending is not None else self._watch.pid
 
     async def start(self) -> None:
@@ -119,7 +120,8 @@ class VaultSupervisor:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 
     async def _start(self) -> ChildWatch:
-        self._name.look()  # a former vault may have re-created it; that socket died with the vault
+        # A former vault may have created the name again, with a socket that died with that vault.
+        self._name.look()
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._options.run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
@@ -165,7 +167,8 @@ class VaultSupervisor:
             self._listing_changed()
 
     async def close_epoch(self, epoch: int) -> None:
-        """Close an epoch, if need be by a kill; then nothing of it can be sealed here any more."""
+        """Close an epoch, if need be by a kill of the vault. Afterwards nothing of that epoch can
+        be sealed here any more."""
         self._closed = max(self._closed, epoch)
         control = self._control
         if control is None:
@@ -177,10 +180,9 @@ class VaultSupervisor:
 
     async def inventory(self, epoch: int) -> Inventory:
         """Return the node's inventory after a close. It is empty if two vaults in a row cannot
-        report it, or none starts in time.
+        report it, or no vault starts in time.
 
-        Only a vault that was up is killed: the replacement of a slow starter would be as slow, and
-        begin again.
+        A vault that is still starting is not killed, as its replacement would be as slow.
         """
         clock, stage = asyncio.get_running_loop().time, self._settings.stage_seconds
         deadline = clock() + 4 * stage
@@ -204,10 +206,11 @@ class VaultSupervisor:
         return Inventory(self._node, epoch)
 
     async def adopt(self, record: EpochRecord) -> None:
-        """Open the record's epoch. A vault that fails at this is restarted, and adopts it then."""
+        """Open the record's epoch. A vault that fails at this is killed; its replacement adopts the
+        record."""
         self._record = record
         if self._control is None:
-            return  # supervise() does it when the vault is up
+            return  # supervise() sends the record when the vault is up
         try:
             await self._control.adopt(record, self._settings.close_seconds)
         except _ERRORS as error:
@@ -225,8 +228,8 @@ class VaultSupervisor:
         control = await self._connected()
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
-        held = [Generation.from_list(values) for values in message.get("held", ())]
-        return await control.dump(directory, generation, str(message["boundary"]), limit, held)
+        every = [Generation.from_list(values) for values in message.get("held", ())]
+        return await control.dump(directory, generation, str(message["boundary"]), limit, every)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
         """Take a snapshot of a generation. Raises OSError, TimeoutError or VaultError."""
@@ -234,7 +237,8 @@ class VaultSupervisor:
         return await control.take(name, iteration, deadline_seconds)
 
     async def shut_down(self, remove: bool) -> None:
-        """End the vault (in order if its slots must stay), and close the sockets."""
+        """End the vault (by an order if its slots must stay, else by a kill), and close the
+        sockets."""
         self._shutting_down = True
         watch = self._watch
         if watch is not None and watch.ending is None:
@@ -254,7 +258,7 @@ class VaultSupervisor:
         self._unix.close()
 
     async def _set_up(self) -> None:
-        """Connect, and repeat the close and the record that the former vault had received."""
+        """Connect, and repeat the orders of the former vault: its last close and record."""
         path = self._segments / VAULT_SOCKET
         limit = self._settings.connect_seconds
         self._control = await self._unless_ended(VaultControl.connect(path, self._event, limit))
@@ -264,7 +268,8 @@ class VaultSupervisor:
             await self._control.adopt(self._record, limit)
 
     async def _unless_ended(self, awaitable: Awaitable[VaultControl]) -> VaultControl:
-        """Connect unless the vault ends: the listening socket accepts for a dead vault, too."""
+        """Connect unless the vault ends: the listening socket, which outlives the vault, accepts
+        connections to a dead vault too."""
         assert self._watch is not None
         connecting = asyncio.ensure_future(awaitable)
         ended = asyncio.ensure_future(self._watch.ended.wait())
@@ -283,7 +288,7 @@ class VaultSupervisor:
             control = self._control
             if control is not None and self._ready.is_set():
                 try:
-                    self.status = _short(await control.status(self._settings.node_silence_seconds))
+                    self.status = _select(await control.status(self._settings.node_silence_seconds))
                 except TimeoutError:
                     await self._kill("it does not answer")
                 except (VaultError, OSError):
@@ -336,7 +341,7 @@ class VaultSupervisor:
         self._event(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
 
-def _short(status: Mapping[str, Any]) -> dict[str, Any]:
+def _select(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the vault's status that is sent in every beat."""
     counters = {str(k): v for k, v in status.get("counters", {}).items()}
     return {

@@ -311,7 +311,7 @@ class UserRequests:
         async with self._writing:
             await self._ready.wait()
             while not self._is_superseded:
-                newest = user_requests.kept((*self._context.state.requests, *self._pending))
+                newest = user_requests.prune((*self._context.state.requests, *self._pending))
                 if newest == self._noted:
                     return ""
                 number, self._noted = self._entry + 1, None

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deadpool_megatron.cluster.journal.journal import (
-    GONE,
+    QUARANTINED,
+    REMOVED,
     SIZES,
-    WRONG,
     Journal,
     JournalError,
     read_notes,
@@ -97,9 +97,9 @@ def begin(
         return
     gone, wrong = record.history.removed, record.history.quarantined
     unknown = "was given up (its note in the journal is not understood)"
-    lost = read_notes(journal, (GONE, "cause"), gone, unknown, on_trouble)
+    lost = read_notes(journal, (REMOVED, "cause"), gone, unknown, on_trouble)
     # Each with a host of which no node gets a role again; empty if other nodes of it may.
-    found = read_notes(journal, (WRONG, "host"), wrong, "", on_trouble)
+    found = read_notes(journal, (QUARANTINED, "host"), wrong, "", on_trouble)
     machine.take_over(record, recovered.valid, removed=lost, quarantined=found)
 
 

@@ -30,9 +30,9 @@ _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 # journal unreadable, because a journal with foreign files is not trusted.
 MAX_NUMBER = 99_999_999
 # Kind of the notes on nodes that were given up.
-GONE = "gone"
+REMOVED = "gone"
 # Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
-WRONG = "wrong"
+QUARANTINED = "wrong"
 # Kind of the notes on the sizes of the program, with the number of their epoch.
 SIZES = "sizes"
 _HEARTBEAT = ".beat"
@@ -49,7 +49,7 @@ class LostRace(JournalError):
 
 
 class DamagedEntry(JournalError):
-    """An entry exists but has no readable content; a retry is of no use."""
+    """An entry exists but has no readable content; a retry would not help."""
 
 
 @contextlib.contextmanager
@@ -67,10 +67,10 @@ class Journal:
 
     Several threads may write and read different entries at the same time.
 
-    Kinds used: ``epoch`` (records), ``term`` (coordinators: a standby that takes over claims the
-    next number), ``node`` (node ids given to nodes that joined later), ``gone`` (node ids that were
-    given up), ``wrong`` (node ids that get no role any more), ``sizes`` (those of a first epoch),
-    ``request`` (requests of users).
+    Kinds: ``epoch`` (records), ``term`` (coordinators: a standby that takes over claims the next
+    number), ``node`` (ids given to nodes that joined later), ``gone`` (nodes that were given up),
+    ``wrong`` (nodes that get no role any more), ``sizes`` (the sizes of the program, which its
+    first record lacks), ``request`` (requests of users).
     """
 
     def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:
@@ -83,7 +83,7 @@ class Journal:
 
     @property
     def _directory(self) -> Path:
-        """The directory, after a check that it is still this run's. Raises JournalError."""
+        """Return the directory, if it still belongs to this run. Raises JournalError if not."""
         try:
             self._check_own()
         except OSError as error:
@@ -92,7 +92,7 @@ class Journal:
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace if a different entry has that name already, and
-        JournalError if it is not known to be durable; the same entry may be written again.
+        JournalError if the entry may not be durable; then the same entry may be written again.
         """
         final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -115,13 +115,13 @@ class Journal:
             with linking(final):
                 os.link(temporary, final)
         except OSError as error:
-            # An NFS client that repeats a request whose answer was lost reports EEXIST for its own
-            # success; two names on the temporary file prove that the link was ours.
+            # An NFS client that repeats a request whose answer was lost gets EEXIST although the
+            # first request succeeded. If the temporary file has two names, the link was ours.
             if temporary.stat().st_nlink == 2:
                 return
             if isinstance(error, FileExistsError):
                 if _read(final) == entry:
-                    return  # ours, from an earlier try whose result was unknown
+                    return  # written by an earlier try of ours whose result was unknown
                 raise LostRace(f"{final} was written by another coordinator") from error
             raise
 
@@ -136,7 +136,8 @@ class Journal:
         return False
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
-        """Return an existing entry. Raises JournalError if there is none, and DamagedEntry."""
+        """Return an existing entry. Raises JournalError if there is no such entry, and
+        DamagedEntry."""
         return _read(self._path(kind, number))
 
     def _path(self, kind: str, number: int) -> Path:
@@ -158,7 +159,7 @@ class Journal:
         return sorted(found)
 
     def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
-        """Return the entry of a kind with the highest number, without reading the others."""
+        """Return the entry of a kind with the highest number, with that number, if there is any."""
         numbers = self.numbers(kind)
         return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
 
@@ -191,11 +192,11 @@ def digits(number: int) -> str:
 
 
 def note(journal: Journal, kind: str, number: int, entry: Mapping[str, Any]) -> None:
-    """Note the fate of a node, or the sizes, for the next coordinator, as a record that has them
-    may come much later.
+    """Write a note on a node, or on the sizes, for the next coordinator, as the record that will
+    contain these facts may come much later.
 
-    A failed write is not retried, as it only costs time: the next coordinator waits in vain for a
-    node that was given up before it continues, and the next audit finds a wrong node again.
+    A failed write is not retried, as a missing note costs only time: the next coordinator first
+    waits in vain for a removed node, and the next audit finds a node with wrong numbers again.
     """
     with contextlib.suppress(JournalError):
         journal.write(kind, number, entry)
@@ -208,22 +209,23 @@ def read_notes(
     default: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """Return the values of a ``note`` (kind and key) on nodes other than ``known``; ``default`` for
-    a note that is not understood, after ``on_trouble(text)``. Raises JournalError."""
-    (kind, key), found = note, {}
+    """Return node -> value of its ``note`` (kind and key), for nodes that are not in ``known``. For
+    a note that is not understood, call ``on_trouble(text)`` and return ``default``. Raises
+    JournalError."""
+    (kind, key), values = note, {}
     for node in journal.numbers(kind):
         if node not in known:
             try:
-                found[node] = str(journal.read(kind, node)[key])
+                values[node] = str(journal.read(kind, node)[key])
             except (DamagedEntry, *DAMAGE) as error:
                 # The note is of another version, or of a host that died during the write. An error
                 # would end this coordinator and all its successors, after each has claimed a term.
-                found[node] = default
+                values[node] = default
                 cause = f"{type(error).__name__}: {error}"
                 on_trouble(
                     f"{kind} node {node}: its note in the journal is not understood: {cause}"
                 )
-    return found
+    return values
 
 
 async def write_with_retries(

@@ -1,9 +1,10 @@
 """The terms of coordinators: their numbers in the journal, and when the next may be claimed.
 
-A process claims a term by writing its entry, which only one process can. Safety needs nothing more:
-a coordinator decides by writing an epoch record, which is write-once as well, and every coordinator
-that takes over reads the newest record first. So an old coordinator that wakes up can at most write
-a record that the new coordinator then finds. Liveness is judged by the heartbeat in the journal.
+A process claims a term by writing its entry, which only one process can do. Safety needs nothing
+more: a coordinator decides by writing an epoch record, which is write-once as well, and every
+coordinator that takes over reads the newest record first. So an old coordinator that wakes up can
+at most write a record that the new coordinator then finds. Liveness is judged by the heartbeat in
+the journal, the sign of life.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _KIND = "term"
 
 @dataclass(frozen=True)
 class Term:
-    """The time of a coordinator: its number and its address. ``node``: the node of the agent next
-    to which it runs, None if it belongs to no node.
+    """The period in which a process is the coordinator: its number and the process's address.
+    ``node``: the node of the agent that started the process, None if it belongs to no node.
     """
 
     number: int
@@ -54,7 +55,7 @@ class Term:
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
-    """Return the present term; read it only if it is not ``known``. Raises JournalError."""
+    """Return the newest term; read its entry only if it is not ``known``. Raises JournalError."""
     numbers = journal.numbers(_KIND)
     if not numbers or (known is not None and known.number == numbers[-1]):
         return known
@@ -75,21 +76,21 @@ def term_of(beat: str) -> int:
 def has_begun_after(journal: Journal, term: int) -> bool:
     """Return whether a term newer than the existing ``term`` has begun. Raises JournalError.
 
-    Lists no entries, so that the cost does not depend on the age of the run; a list would find
-    nothing earlier. A claimant takes the number after the newest in its list, and with an outdated
-    list it loses the race for a number that is taken. So a newer term implies the entry of
-    ``term`` + 1, which is looked up by name. On a network file system this host may have cached its
-    absence for as long as it may cache a list; so the sign of life is read first, whose file is
-    read from the server each time. A claimant writes the sign at once, and again in each beat, in
-    case the old coordinator has overwritten it.
+    No entries are listed, so that the cost does not depend on the age of the run. A claimant takes
+    the number after the newest in its list, and with an outdated list it loses the race for a
+    number that is taken. So if there is a newer term, ``term`` + 1 has an entry, which is looked up
+    by name. On a network file system this host may have cached the absence of that entry, as it may
+    have cached a list. So the sign of life is read first, which comes from the server each time. A
+    claimant writes the sign at once, and again in each beat, in case the old coordinator has
+    overwritten it.
     """
     return term_of(journal.read_heartbeat()) > term or journal.has(_KIND, term + 1)
 
 
 def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
-    """Return the term in the sign of life, and the sign; ``known``: the term of the last look.
-    Every node looks during the whole run, so only the sign is read, and no entries are listed. A
-    claimant writes the sign at once. Raises JournalError.
+    """Return the term in the sign of life, and the sign. ``known``: the term of the last look.
+    Every node looks during the whole run, so only the sign is read, and no entries are listed. That
+    is enough, as a claimant writes the sign at once. Raises JournalError.
     """
     beat = journal.read_heartbeat()
     named = term_of(beat)
@@ -101,9 +102,11 @@ def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
 
 
 def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:
-    """Become the coordinator of this term. Raises LostRace if another has it, and JournalError.
+    """Become the coordinator of this term. Raises LostRace if another process has it, and
+    JournalError.
 
-    ``host`` and ``port``: where this process already listens, because agents connect at once.
+    ``host`` and ``port``: the address at which this process listens already, because agents connect
+    at once.
     """
     term = Term(number, host, port, node, socket.gethostname(), os.getpid())
     journal.write(_KIND, number, term.to_dict())
@@ -114,11 +117,11 @@ def claim_term(journal: Journal, number: int, host: str, port: int, node: int | 
 class HeartbeatTiming:
     """The times of the sign of life, in seconds, all derived from the limit of the fence.
 
-    ``beat``: the period of signs and of looks. ``gap``: after a longer gap of its own a coordinator
-    concludes nothing from silence. ``stall``: the time until a reader assumes the coordinator dead.
-    ``alone``: without reports of most agents for this time a coordinator withholds its sign; as
-    alone + beat + stall + beat is less than the limit of the fence, no node is fenced then. Safe
-    because gap + beat < stall: a coordinator that is assumed dead notices its gap as well.
+    ``beat``: the period of signs and of looks. ``gap``: after a longer gap between its own signs, a
+    coordinator concludes nothing from silence. ``stall``: the time until a reader assumes that the
+    coordinator is dead. ``alone``: without reports of most agents for this time, a coordinator
+    withholds its sign. As alone + beat + stall + beat is less than the limit of the fence, no node
+    is fenced then. As gap + beat < stall, a coordinator that is assumed dead knows of its gap.
     """
 
     beat: float
@@ -135,15 +138,16 @@ class HeartbeatTiming:
 
 @dataclass
 class SignOfLife:
-    """Writer of the sign of life, which also looks for newer terms, in a thread of its own: a
-    network file system may hang. The thread does nothing else, so that only the journal itself can
-    delay the sign.
+    """Writer of the sign of life, which also looks for newer terms. It has a thread of its own, as
+    a network file system may hang. The thread does nothing else, so that only the journal can delay
+    the sign.
 
     ``is_reachable()``: whether enough agents are connected. A coordinator that is cut off from most
     agents stops its heartbeat, so that a standby takes over before all agents fence themselves.
-    ``on_gap(now)``: the sign was unchanged long enough for standbys and agents to assume the
-    coordinator dead. ``on_newer(reason)``: another coordinator has taken over.
-    ``on_trouble(text)``: the journal cannot be reached; once for each text.
+    ``on_gap(now)``: the sign was unchanged for so much time that standbys and agents may assume
+    that the coordinator is dead. ``on_newer(reason)``: another coordinator has taken over.
+    ``on_trouble(text)``: the journal cannot be reached, or most agents are silent; called once for
+    equal texts in a row.
     """
 
     journal: Journal
@@ -160,8 +164,8 @@ class SignOfLife:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sign-of-life")
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether readers have seen the sign change without a gap: only then does a silence
-        count."""
+        """Return whether the sign was written in time, without a gap. Only then does the silence of
+        a node count."""
         return now - self._written_at <= self.rhythm.gap
 
     async def run(self) -> None:
@@ -183,18 +187,18 @@ class SignOfLife:
                     self._written_at = now
                 if is_followed:
                     self.on_newer(f"term {self.term + 1} has begun")
-                    return  # any other finding has no meaning now
+                    return
             if trouble and trouble != known:
                 self.on_trouble(f"{trouble}; nothing is decided until that is over")
             known = trouble
             await asyncio.sleep(self.rhythm.beat)
 
     def look(self) -> int:
-        """Return the newest term from a list of all, read now in the calling thread: for acts that
-        no other coordinator may repeat. Raises JournalError.
+        """Return the number of the newest term, from a new list of all terms, read in the calling
+        thread: for acts that no other coordinator may repeat. Raises JournalError.
         """
-        found = newest_term(self.journal)
-        return self.term if found is None else found.number
+        newest = newest_term(self.journal)
+        return self.term if newest is None else newest.number
 
     def close(self) -> None:
         """Stop the thread, without waiting for a hanging look."""
@@ -216,10 +220,11 @@ _TURNS_FOR_SPARES = 10
 def claim_order(
     record: EpochRecord | None, nodes: int, spares: int, node: int, coordinator: int | None = None
 ) -> int:
-    """Return how many others may claim before ``node``. Spares come first, so that the coordinator
-    avoids training nodes if it can; the first spare is the highest number, which gets a role last.
-    ``nodes`` and ``spares``: the numbers that the run started with. ``coordinator``: the node of
-    the predecessor, which comes last, because its host may have failed.
+    """Return how many other nodes may claim before ``node``. Spares come first, so that the
+    coordinator is not on a training node if possible. The first is the spare with the highest
+    number, which gets a role last. ``nodes`` and ``spares``: their numbers at the start of the run.
+    ``coordinator``: the node of the predecessor, which comes last, because its host may have
+    failed.
     """
     if record is None:
         if node >= nodes:
@@ -235,9 +240,9 @@ class Succession:
 
     ``order``: see :func:`claim_order`; each later place waits one ``stall`` longer. The times at
     which two standbys see the same sign of life differ by less, so the first in order claims. Terms
-    up to ``ended`` (0: none) have no coordinator any more: the next term is claimed as soon as its
-    turn has come, each place 2 x ``beat`` later. A failed look proves nothing: after a journal that
-    hung or failed all times start again.
+    up to ``ended`` (0: none) are known to have no coordinator any more; then each place waits only
+    2 x ``beat`` longer. A failed look proves nothing: after a journal that hung or failed, all
+    times start again.
     """
 
     def __init__(
@@ -251,7 +256,7 @@ class Succession:
         self._seen_at = now
 
     def look(self, term: int, beat: str, began: float, ended: float) -> None:
-        """Take the content of the journal, from a look that lasted from ``began`` to ``ended``."""
+        """Take the result of a look at the journal, which lasted from ``began`` to ``ended``."""
         blind_seconds, self._seen_at = ended - self._seen_at, ended
         if (term, beat) != self._mark:
             self._mark = (term, beat)
@@ -260,13 +265,13 @@ class Succession:
             self._changed_at = ended
 
     def is_stale(self, now: float) -> bool:
-        """Return whether it is time to try a connection to the coordinator."""
+        """Return whether the sign is old enough to try a connection to the coordinator."""
         return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
 
     def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:
         """Return whether the standby may claim. ``refused``: the coordinator's address refuses
-        connections. ``in_touch``: this node's agent is connected to the coordinator; if the
-        coordinator is cut off from other nodes, so is this node, and the others come first.
+        connections. ``in_touch``: this node's agent is connected to the coordinator. If the
+        coordinator is cut off from other nodes, this node is too, so it lets others claim first.
         """
         waited = now - self._changed_at
         if self._mark[0] <= self._ended:

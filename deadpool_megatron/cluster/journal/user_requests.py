@@ -1,9 +1,9 @@
 """Requests of users, as the journal keeps them.
 
 A single entry has all open requests and the newest that have ended; each change writes the next
-entry. So a coordinator that takes over reads a single entry, whatever their number. It writes an
-entry of its own before it takes any request: a coordinator that does not know yet that it was
-superseded loses the race for its next entry, and so accepts no request.
+entry. So a coordinator that takes over reads a single entry, however many requests there were. It
+writes an entry of its own before it accepts any request. Therefore a former coordinator that does
+not know yet that it was superseded loses the race for its next entry, and accepts no request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import read, write
 
 KIND = "request"
-# Number of ended requests that are kept.
-_KEPT = 16
+# This many ended requests are kept.
+_MAX_ENDED = 16
 _CHARACTERS = 300
 # Names of fields in the journal and in a status, where they differ.
 _KEYS = {"content": "what", "reason": "why"}
@@ -42,14 +42,15 @@ class Stage(StrEnum):
     UNDER_WAY = "under way"
     DONE = "done"
     REFUSED = "refused"
-    FAILED = "failed"  # the run has ended, its dump could not be written
+    FAILED = "failed"  # the run has ended, but its dump could not be written
 
 
 @dataclass(frozen=True)
 class Request:
     """A request. ``token``: chosen by the sender, equal when the same request is sent again.
-    ``content``: by verb, JSON. ``reason``: that of a wait or of a refusal, or the result.
-    ``until``: its deadline on the clock of the present coordinator (seconds); None: no deadline.
+    ``content``: JSON values that depend on the verb. ``reason``: the reason of a wait or refusal,
+    or the result. ``until``: its deadline on the clock of the present coordinator (seconds); None:
+    no deadline.
     """
 
     number: int
@@ -62,7 +63,7 @@ class Request:
 
     @property
     def is_open(self) -> bool:
-        """Return whether its outcome is still to come."""
+        """Return whether the outcome of the request is still to come."""
         return self.stage in (Stage.ASKED, Stage.UNDER_WAY)
 
     def at(self, stage: Stage, reason: str = "") -> Request:
@@ -99,7 +100,7 @@ class Request:
         named = {**values, **{name: values[key] for name, key in _KEYS.items()}}
         request: Request = read(Request, {**named, "until": None})
         content = request.content
-        # Checks for the machine, and for the computation of the deadline of a run's end.
+        # These conversions raise now for content that would fail later, in the machine.
         request.describe()
         if content.get("ends") is not None:
             float(content["ends"])
@@ -113,18 +114,18 @@ class Request:
         return request
 
 
-def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
+def prune(requests: Iterable[Request]) -> tuple[Request, ...]:
     """Return the requests to keep: all open requests, and the newest that have ended."""
     known = tuple(requests)
     ended = [request.number for request in known if not request.is_open]
-    forgotten = set(ended[:-_KEPT])
+    forgotten = set(ended[:-_MAX_ENDED])
     return tuple(request for request in known if request.number not in forgotten)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Content of the newest entry: its number, its writer's term, the requests, and lines for
-    people on requests that are not understood. Zeros and empty if there is no entry.
+class NewestEntry:
+    """Content of the newest entry: its number, its writer's term, the requests, and a line for
+    people about each request that is not understood. Without an entry all fields are 0 or empty.
     """
 
     number: int = 0
@@ -133,22 +134,23 @@ class Found:
     troubles: tuple[str, ...] = ()
 
 
-def newest(journal: Journal) -> Found:
+def newest(journal: Journal) -> NewestEntry:
     """Return the content of the newest entry. Raises JournalError if it cannot be read now.
 
-    Skips requests that are not understood, as a retry would not help, and all of a damaged entry.
-    An older entry is no substitute: finished requests in it would be carried out again.
+    Requests that are not understood are skipped, as a retry would not help, and so is a damaged
+    entry. An older entry is no substitute: requests that have ended since would be carried out
+    again.
     """
     numbers = journal.numbers(KIND)
     if not numbers:
-        return Found()
+        return NewestEntry()
     number, requests, troubles = numbers[-1], list[Request](), list[str]()
     try:
         values = journal.read(KIND, number)
         term, listed = int(values["term"]), list(values["requests"])
     except (DamagedEntry, *DAMAGE) as error:
         reason = f"earlier requests are not known, ask again: request entry {number}"
-        return Found(number, troubles=(f"{reason}: {type(error).__name__}: {error}",))
+        return NewestEntry(number, troubles=(f"{reason}: {type(error).__name__}: {error}",))
     for values in listed:
         try:
             requests.append(Request.from_dict(values))
@@ -157,9 +159,9 @@ def newest(journal: Journal) -> Found:
             troubles.append(
                 f"a request is not understood and is skipped ({reason}): {values}"[:_CHARACTERS]
             )
-    return Found(number, term, tuple(requests), tuple(troubles))
+    return NewestEntry(number, term, tuple(requests), tuple(troubles))
 
 
 def entry(term: int, requests: Iterable[Request]) -> dict[str, Any]:
-    """Return the entry that the coordinator of a term writes of the requests."""
+    """Return the entry with these requests for the coordinator of a term to write."""
     return {"term": term, "requests": [request.to_dict() for request in requests]}

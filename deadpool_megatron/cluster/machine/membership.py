@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.journal.journal import GONE, WRONG
+from deadpool_megatron.cluster.journal.journal import QUARANTINED, REMOVED
 from deadpool_megatron.cluster.machine import epoch, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import DropNode, Note
 from deadpool_megatron.cluster.machine.blame import Failure, FinalStatus
@@ -86,7 +86,7 @@ def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
     core.state.fleet.removed[node] = cause
     core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
     if core.state.record is not None and core.state.phase not in states.LAST_PHASES:
-        core.act(Note(GONE, node, {"cause": cause}))
+        core.act(Note(REMOVED, node, {"cause": cause}))
 
 
 def drop_node(core: Core, node: int, failure: Failure) -> None:
@@ -222,7 +222,7 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
     host = "" if is_shared or kind is FailureKind.OTHER_PROGRAM else known.host_name
     fleet.quarantined |= {node}
     fleet.quarantined_hosts |= {host} if host else set()
-    core.act(Note(WRONG, node, {"cause": cause, "host": host}))
+    core.act(Note(QUARANTINED, node, {"cause": cause, "host": host}))
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:

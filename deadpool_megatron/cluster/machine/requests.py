@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, kept
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, prune
 from deadpool_megatron.cluster.machine import chosen_plan, inputs as ev, shutdown, state as states
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
@@ -39,7 +39,7 @@ def adopt(core: Core, event: ev.RequestsFound) -> None:
     # A stop that could not wait for the journal was numbered without knowledge of these requests.
     highest = max((request.number for request in again), default=0)
     own = [replace(request, number=highest + n) for n, request in enumerate(core.state.requests, 1)]
-    core.state.requests = kept((*again, *own))
+    core.state.requests = prune((*again, *own))
 
 
 def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
@@ -51,7 +51,7 @@ def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:
 
 def add(core: Core, event: ev.RequestMade) -> None:
     """Add the request of a user."""
-    core.state.requests = kept((*core.state.requests, event.request))
+    core.state.requests = prune((*core.state.requests, event.request))
 
 
 def exported(core: Core, event: ev.Exported) -> None:

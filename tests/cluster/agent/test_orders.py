@@ -46,7 +46,7 @@ def test_agent_reports_inventory_in_time_if_nothing_answers(tmp_path, monkeypatc
 async def test_address_does_not_wait_for_a_run_directory_that_hangs(tmp_path):
     run = RunDirectory(tmp_path)
     os.mkfifo(run.coordinator)
-    address = CoordinatorAddress(run, None, seen=lambda: None)
+    address = CoordinatorAddress(run, None, from_standby=lambda: None)
     began = time.monotonic()
     for _ in range(3):
         assert address.newest() is None
@@ -62,7 +62,7 @@ async def test_address_is_the_newest_known(tmp_path):
     run = RunDirectory(tmp_path)
     seen: list[tuple[str, int]] = []
     fixed = ("fixed", 1)
-    address = CoordinatorAddress(run, fixed, seen=lambda: seen[-1] if seen else None)
+    address = CoordinatorAddress(run, fixed, from_standby=lambda: seen[-1] if seen else None)
     assert address.newest() == fixed
     write_json(run.coordinator, {"host": "read", "port": 2})
     await until(lambda: address.newest() == ("read", 2))
