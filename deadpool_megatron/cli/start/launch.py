@@ -407,7 +407,7 @@ def _run_forked(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path)
         gc.freeze()
         posix.close_inherited(kept)
         posix.redirect_output(log)
-        posix.answer_asks()
+        posix.enable_stack_dumps()
         code = serve_node()
     except BaseException:
         import traceback

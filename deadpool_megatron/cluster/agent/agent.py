@@ -353,7 +353,7 @@ class Agent:
     def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless it left because the run is over."""
         self._members.remove(member)
-        self._files.log_is_over(member.log)
+        self._files.finish_log(member.log)
         self._drained.set()
         if self._ending is None:
             how = {"exit_code": ending.exit_code, "signal": ending.signal, "ordered": ordered}

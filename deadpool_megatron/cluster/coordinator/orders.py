@@ -93,7 +93,7 @@ class Orders:
             {
                 "t": "welcome",
                 "term": self._options.term.number,
-                "seen": self._peers.taken(peer),
+                "seen": self._peers.newest_report(peer),
                 "closed": epoch if not is_open else epoch - 1,
                 "beat_seconds": beat_seconds(info.nodes + info.spares, settings),
                 "repeat_seconds": repeat_seconds(len(state.seats)),

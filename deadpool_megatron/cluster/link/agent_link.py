@@ -1,17 +1,18 @@
 """The agent's authenticated connection to the coordinator, which survives coordinator restarts.
 
-Everything but beats is numbered, kept until acknowledged, and sent again after a reconnect, so that
-no report is lost between two connections; the coordinator drops duplicates. Orders work the same
-way in the other direction: beats and the first message of a connection acknowledge them, and
-duplicates are dropped here. A coordinator that takes over numbers its orders from the start.
+Every message except beats is numbered, kept until acknowledged, and sent again after a reconnect,
+so that no report is lost between two connections; the coordinator drops duplicates. Orders work the
+same way in the other direction: beats and the first message of a connection acknowledge them, and
+duplicates are dropped here. A coordinator that takes over numbers its orders from 1.
 
-A greeting without an answer is not closed: to a coordinator that has accepted it this would look
-like the death of the node. Another greeting is sent in parallel. Greetings are numbered, and a
-coordinator rejects any that is older than its newest; so after a welcome all older can be closed.
+A *greeting* is a connection before its welcome. A greeting without an answer is not closed: to a
+coordinator that has accepted it, this would look like the death of the node. Another greeting is
+sent in parallel. Greetings are numbered, and a coordinator rejects a greeting that is older than
+the newest it has received. So after a welcome all older greetings can be closed.
 
-The first greeting is not closed during its handshake either: at a listener with a long queue a new
-connection goes to the end. Further attempts run in parallel, one at a time, each for a short time:
-the network may have recovered, or the coordinator may have moved by now.
+The first greeting is not closed during its handshake either, as a new connection would be the last
+in the queue of the listener. Further attempts run in parallel, one at a time, each for a short
+time: the network may have recovered, or the coordinator may have moved by now.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from deadpool_megatron.wire.sealed_records import open_stream
 Address = tuple[str, int]
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
-# A coordinator may fail before it writes a report, so recent reports are repeated to its successor,
-# the newest in any case: the successor knows nothing between the newest record and its own start.
+# A coordinator may fail before it writes a report. So recent reports, and always the newest, are
+# repeated to its successor, which knows nothing of the time between the newest record and its
+# start.
 _RETAINED_SECONDS = 10.0
 _RETAINED_REPORTS = 64
-# With more than this unsent a beat would only be late.
+# With more unsent bytes than this, a beat would only arrive late.
 _BEAT_BACKLOG_BYTES = 65536
-# Reports kept while the coordinator is away; far above those of a run during a restart of it.
+# Reports kept while there is no coordinator; far more than a run sends during its restart.
 _MAX_REPORTS = 200_000
 _MAX_REPORT_BYTES = 1 << 30
 # For facts that only users read; beats are far more frequent.
@@ -98,7 +100,7 @@ class Greetings:
         self._join = join
         self._under_way: list[_Greeting] = []  # the oldest first
         self._count = 0
-        self._patience_seconds = message_limits.answer_seconds(settings)
+        self._answer_seconds = message_limits.answer_seconds(settings)
         self.trouble = "never reached"  # the error of the last failed greeting
         self.is_urgent = False
 
@@ -108,10 +110,10 @@ class Greetings:
         return {greeting.task for greeting in self._under_way}
 
     def needs_another(self, address: Address | None) -> bool:
-        """Return whether the newest greeting is not answered in time, or went to a coordinator
-        other than that at ``address``. At most two greetings at a time have not sent their first
-        message, and each that has waits twice as long as its predecessor: more connections do not
-        help a busy coordinator.
+        """Return whether the newest greeting is not answered in time, or went to another address
+        than ``address``, the coordinator's. At most two greetings at a time have yet to send their
+        first message. A greeting that has sent it waits twice as long as its predecessor, as more
+        connections do not help a busy coordinator.
         """
         newest = self._under_way[-1]
         has_moved = address not in (None, newest.address)
@@ -120,14 +122,15 @@ class Greetings:
             return until is not None and (has_moved or time.monotonic() > until)
         if self.is_urgent or has_moved:
             return True
-        return time.monotonic() - newest.joined_at > self._patience_seconds
+        return time.monotonic() - newest.joined_at > self._answer_seconds
 
     def begin(self, address: Address, limit_seconds: float) -> None:
         """Start another greeting. ``limit_seconds`` applies to the connection and to the handshake;
-        the first of several has longer. The answer to the first message gets its full time.
+        the first of parallel greetings has at least ``connect_seconds``. The answer to the first
+        message always has that time.
         """
         if self._under_way and self._under_way[-1].writer is not None:
-            self._patience_seconds *= 2
+            self._answer_seconds *= 2
         self.is_urgent = False
         self._count += 1
         greeting = _Greeting(self._count, address)
@@ -135,19 +138,20 @@ class Greetings:
             greeting.alone_until = time.monotonic() + limit_seconds
             limit_seconds = self._settings.connect_seconds
         greeting.task = asyncio.create_task(self._open(greeting, limit_seconds))
-        # It may end when its result is no longer awaited.
+        # The task may end when its result is no longer awaited.
         greeting.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._under_way.append(greeting)
 
     def expedite(self) -> None:
-        """Greet again soon: a connection that the coordinator may have accepted has ended. It soon
-        takes that for the death of the node, and may not have the greeting that waits for it.
+        """Send another greeting soon, because a connection that the coordinator may have accepted
+        has ended. The coordinator soon takes that for the death of the node, and the greetings
+        under way may not reach it before.
         """
         self.is_urgent = bool(self._under_way) and self._under_way[-1].writer is not None
 
     def take(self) -> Contact | None:
-        """Return the newest connection whose welcome has arrived, if any, and close those that it
-        makes useless; later greetings that the coordinator may have accepted stay open.
+        """Return the newest connection whose welcome has arrived, if any, and close the others;
+        only later greetings that the coordinator may have accepted stay open.
         """
         done = [greeting for greeting in self._under_way if greeting.task.done()]
         for greeting in reversed(done):
@@ -162,7 +166,7 @@ class Greetings:
             later = [g for g in self._under_way if g.number > greeting.number and g.writer]
             self._leave([g for g in self._under_way if g not in later])
             self._under_way, self.is_urgent = later, False
-            self._patience_seconds = message_limits.answer_seconds(self._settings)
+            self._answer_seconds = message_limits.answer_seconds(self._settings)
             return session
         return None
 
@@ -170,7 +174,7 @@ class Greetings:
         """Close all greetings."""
         self._leave(self._under_way)
         self._under_way, self.is_urgent = [], False
-        self._patience_seconds = message_limits.answer_seconds(self._settings)
+        self._answer_seconds = message_limits.answer_seconds(self._settings)
 
     def _leave(self, greetings: list[_Greeting]) -> None:
         for greeting in greetings:
@@ -232,7 +236,7 @@ class CoordinatorLink:
         self._unacknowledged = message_limits.RetransmitQueue(_MAX_REPORTS, _MAX_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
-        self._ordered = 0  # the newest order received from that coordinator
+        self._newest_order = 0  # the number of the newest order from that coordinator
         self._term = 0
         self._refused = False
 
@@ -277,14 +281,14 @@ class CoordinatorLink:
         return self._pace.is_due(time.monotonic())
 
     def beat(self, facts: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Send a beat, or nothing while there is no connection. ``facts()`` returns the facts about
-        this node that the coordinator shows to users; they are sent at intervals, if changed.
+        """Send a beat, if there is a connection. ``facts()`` returns the facts about this node that
+        the coordinator shows to users; they are sent at intervals, if they have changed.
         """
         if self._session is None:
             return
         writer = self._session.writer
         if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
-            message = {"t": "beat", "b": time.monotonic(), "o": self._ordered}
+            message = {"t": "beat", "b": time.monotonic(), "o": self._newest_order}
             if self._facts_pace.is_due(time.monotonic()) and (new := facts()) != self._sent_facts:
                 self._sent_facts = new
                 message |= new
@@ -299,21 +303,21 @@ class CoordinatorLink:
             await asyncio.sleep(0.05)
 
     def supersede(self, reason: str) -> None:
-        """Ask the coordinator to step down, so that it concludes nothing from the end of this
-        connection."""
+        """Ask the coordinator to step down, so that it does not take the end of this connection for
+        the loss of the node."""
         if self._session is not None:
             self._session.writer.write(framing.encode({"t": "superseded", "why": reason}))
 
     def close(self) -> None:
-        """Close the connection; the coordinator takes this for the end of the node."""
+        """Close the connection; the coordinator takes this for the loss of the node."""
         if self._session is not None:
             self._session.writer.close()
             self._session = None
 
-    async def run(self, patience_seconds: float) -> None:
+    async def run(self, limit_seconds: float) -> None:
         """Connect, serve, reconnect with growing pauses; end only by an exception.
 
-        Raises CoordinatorLost when there is no connection for ``patience_seconds``, or when the
+        Raises CoordinatorLost when there is no connection for ``limit_seconds``, or when the
         coordinator refuses this node.
         """
         pause, self._lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
@@ -324,23 +328,23 @@ class CoordinatorLink:
                 raise CoordinatorLost("this node is refused")
             if self._lost_at > before:
                 pause = _FIRST_PAUSE_SECONDS
-            if time.monotonic() - self._lost_at > patience_seconds:
-                raise CoordinatorLost(f"no coordinator for {patience_seconds:g} s: {self.trouble}")
+            if time.monotonic() - self._lost_at > limit_seconds:
+                raise CoordinatorLost(f"no coordinator for {limit_seconds:g} s: {self.trouble}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     async def _stay_in_contact(self) -> None:
         """Greet and serve until neither a session nor a greeting is left.
 
-        An unanswered greeting, a silent session, or a session with a coordinator that is not the
-        newest leads to a parallel greeting: a new connection gets through a recovered network at
-        once, where an old connection waits for its next retransmission.
+        If a greeting is not answered, or the session is silent or with a coordinator that is not
+        the newest, another greeting is sent in parallel. A new connection gets through a recovered
+        network at once, where an old connection waits for its next retransmission.
         """
         self._greet()
         try:
-            while ways := self._ways():
+            while tasks := self._tasks():
                 first = asyncio.FIRST_COMPLETED
-                done, _ = await asyncio.wait(ways, timeout=self._look_seconds, return_when=first)
+                done, _ = await asyncio.wait(tasks, timeout=self._look_seconds, return_when=first)
                 if not done and self._is_uncertain():
                     self._greet()
                 try:
@@ -359,10 +363,10 @@ class CoordinatorLink:
     def _look_seconds(self) -> float:
         if self._greetings.is_urgent:
             return _FIRST_PAUSE_SECONDS
-        calm = self._session is not None and not self._greetings.tasks
-        return self.contact_seconds if calm else self._settings.fence_seconds / 12
+        is_settled = self._session is not None and not self._greetings.tasks
+        return self.contact_seconds if is_settled else self._settings.fence_seconds / 12
 
-    def _ways(self) -> set[asyncio.Task[Any]]:
+    def _tasks(self) -> set[asyncio.Task[Any]]:
         return self._greetings.tasks | ({self._reading} if self._reading is not None else set())
 
     def _greet(self) -> None:
@@ -370,7 +374,8 @@ class CoordinatorLink:
         if self._session is not None:
             limit = self.contact_seconds
         elif self._boot or self._greetings.tasks:
-            # The fence limits time after a first welcome, and a new coordinator may be elsewhere.
+            # After the first welcome the fence leaves little time, and a new coordinator may have
+            # another address.
             limit = message_limits.answer_seconds(self._settings)
         else:
             limit = self._settings.connect_seconds
@@ -378,7 +383,7 @@ class CoordinatorLink:
             self._greetings.begin(address, limit)
 
     def _is_uncertain(self) -> bool:
-        """Return whether the session and greetings may no longer reach the newest coordinator."""
+        """Return whether another greeting is needed to reach the newest coordinator."""
         address, session = self._address(), self._session
         is_silent = time.monotonic() - self._contact_at > self.contact_seconds
         in_touch = session is not None and not is_silent and address in (None, session.address)
@@ -387,10 +392,10 @@ class CoordinatorLink:
         return not self._greetings.tasks or self._greetings.needs_another(address)
 
     def _first_message(self) -> dict[str, Any]:
-        return {**self._join(), "term": self._term, "of": self._boot, "o": self._ordered}
+        return {**self._join(), "term": self._term, "of": self._boot, "o": self._newest_order}
 
     def _end_session(self) -> None:
-        """Reset a session that has failed; this is not the end of the node."""
+        """Reset a session that has failed; to the coordinator this is not the loss of the node."""
         if self._session is not None:
             reset(self._session.writer)
             self._session = None
@@ -417,23 +422,23 @@ class CoordinatorLink:
             self._record_contact(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
-        asked = float(session.welcome.get("beat_seconds", 0.0))
-        self._pace = message_limits.RateLimiter(max(asked, self._settings.beat_interval_seconds))
+        beat = float(session.welcome.get("beat_seconds", 0.0))
+        self._pace = message_limits.RateLimiter(max(beat, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot != self._boot:
-            self._ordered = 0
+            self._newest_order = 0
         if boot and boot != self._boot:
-            self._keep_again()
+            self._requeue_retained()
         for _, data in self._unacknowledged:
             session.writer.write(data)
         self._on_message(session.welcome)
         self._reading = asyncio.create_task(self._read(session))
-        # It may end just when a new task replaces it; then its result is not awaited.
+        # The task may end just when a new task replaces it; then its result is not awaited.
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    def _keep_again(self) -> None:
-        """Queue retained and unacknowledged reports in order, because the first connection to the
-        successor may end before the retained reports arrive.
+    def _requeue_retained(self) -> None:
+        """Queue retained and unacknowledged reports in order of their numbers. They stay queued
+        until acknowledged, as the first connection to the successor may end before they arrive.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
         self._unacknowledged = message_limits.RetransmitQueue(_MAX_REPORTS, _MAX_REPORT_BYTES)
@@ -441,20 +446,21 @@ class CoordinatorLink:
             self._unacknowledged.add(number, frames[number])
 
     async def _read(self, session: Contact) -> None:
-        # A silent coordinator (its host is cut off) shows in missing acknowledgements of beats.
+        # A long limit, as missing acknowledgements of beats show the silence of a coordinator
+        # earlier.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
-            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the last byte,
-            # and the order read then would be obeyed as well as those of the next session.
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the last byte.
+            # This session would then carry out orders together with the next session.
             async with asyncio.timeout(silence):
                 message = await framing.read_frame(session.reader)
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
                 self._record_contact(float(message["beat"]), session.term)
             elif message.get("t") == "ping":
-                pass  # the acknowledgement by TCP is its answer
-            elif int(message.get("o", self._ordered + 1)) > self._ordered:
-                self._ordered = int(message.get("o", self._ordered))
+                pass  # the acknowledgement by TCP is the answer to the ping
+            elif int(message.get("o", self._newest_order + 1)) > self._newest_order:
+                self._newest_order = int(message.get("o", self._newest_order))
                 self._on_message(message)
 
     def _record_contact(self, sent_at: float, term: int) -> None:

@@ -3,9 +3,9 @@
 A watcher thread owns the reading side and sends a beat every ``beat_interval_seconds``. The main
 thread waits for decisions in :meth:`MemberLink.wait_record`, and every other wait of the main
 thread includes :attr:`MemberLink.interrupt_fd`, which is readable from the moment the current epoch
-is closed (or the run is stopped) until the next record is taken.
+is closed (or the run is stopped) until the main thread has received the next record.
 
-The agent's end of the socket closes only when the agent is gone; then this member ends at once,
+The agent's end of the socket closes only when the agent has ended; then this member ends at once,
 because it is no longer supervised (the parent-death signal does the same, without a thread).
 """
 
@@ -43,7 +43,7 @@ class Handlers:
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` returns the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
-    the fields that member/role_reports.py adds when the process stands still.
+    the fields that member/role_reports.py adds when the process makes no progress.
     """
 
     on_close: Callable[[int, str], None]
@@ -74,7 +74,7 @@ class MemberLink:
         self._retransmit_queue = bytearray()
         self._retransmit_lock = threading.Lock()
         self._record: EpochRecord | None = None
-        self.closed_epoch = 0  # the newest that is known to be closed
+        self.closed_epoch = 0  # the newest closed epoch
         self._stop_reason: str | None = None
         self._handlers: Handlers | None = None
         self._thread: threading.Thread | None = None
@@ -114,23 +114,23 @@ class MemberLink:
 
     def wait_record(self, after_epoch: int, deadline_seconds: float | None = None) -> EpochRecord:
         """Wait for the record of an open epoch newer than ``after_epoch``, and clear the interrupt
-        in the same instant.
+        under the same lock.
 
         Raises StopOrder when the run is over, and TimeoutError after ``deadline_seconds`` (None:
         only for spares, whose agent and coordinator have deadlines of their own).
         """
         with self._state:
-            if not self._state.wait_for(lambda: self._takeable(after_epoch), deadline_seconds):
+            if not self._state.wait_for(lambda: self._is_wait_over(after_epoch), deadline_seconds):
                 raise TimeoutError(
                     f"no record newer than epoch {after_epoch} within {deadline_seconds:g} s"
                 )
             if self._stop_reason is not None:
                 raise StopOrder(self._stop_reason)
             assert self._record is not None
-            _take_back(self.interrupt_fd)
+            _clear(self.interrupt_fd)
             return self._record
 
-    def _takeable(self, after_epoch: int) -> bool:
+    def _is_wait_over(self, after_epoch: int) -> bool:
         if self._stop_reason is not None:
             return True
         record = self._record
@@ -149,13 +149,14 @@ class MemberLink:
                 send_some(self._connection, self._retransmit_queue)
                 if not self._retransmit_queue:
                     return True
-            left = limit - time.monotonic()
-            if left <= 0:
+            seconds = limit - time.monotonic()
+            if seconds <= 0:
                 return False
-            writable(self._connection.fileno(), left)
+            writable(self._connection.fileno(), seconds)
 
     def close(self) -> None:
-        """Stop the watcher thread; the agent takes silence for a freeze, so leave soon after."""
+        """Stop the watcher thread. The process must end soon, as the agent takes the lack of beats
+        for a freeze."""
         self._leaving = True
         os.eventfd_write(self._wake_fd, 1)
         if self._thread is not None:
@@ -175,10 +176,10 @@ class MemberLink:
                 due = now + self.settings.beat_interval_seconds
             wanted = select.POLLIN | (select.POLLOUT if self._retransmit_queue else 0)
             poller.register(self._connection, wanted)
-            for handle, happened in poller.poll(max(0.0, due - time.monotonic()) * 1000):
+            for handle, events in poller.poll(max(0.0, due - time.monotonic()) * 1000):
                 if handle == self._wake_fd:
-                    _take_back(self._wake_fd)
-                elif happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    _clear(self._wake_fd)
+                elif events & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._read(frames)
             with self._retransmit_lock:
                 send_some(self._connection, self._retransmit_queue)
@@ -241,7 +242,7 @@ class MemberLink:
         try:
             status = self._handlers.status()
         except Exception as error:
-            # A failing status must not look like a frozen process; it is reported once.
+            # An error in status() must not look like a frozen process; it is reported once.
             status = {"section": "unknown", "iteration": 0, "waiting": None, "progress": 0}
             if not self._status_failed:
                 self._status_failed = True
@@ -250,19 +251,19 @@ class MemberLink:
         self.send({"t": "beat", **status})
 
 
-def _take_back(event_fd: int) -> None:
+def _clear(event_fd: int) -> None:
     with contextlib.suppress(BlockingIOError):  # it was not set
         os.eventfd_read(event_fd)
 
 
 class PausePoint:
-    """The planned pause: all roles stand still after the same iteration, protected.
+    """The planned pause of all roles after the same iteration, whose generation is protected.
     Thread-safe.
 
     The order comes on the watcher thread while the main thread trains, so a role may already be in
-    the next iteration. It must report this at once: it cannot finish that iteration without the
-    roles that do stand still. The coordinator then orders a later iteration, and the waiting roles
-    continue to it.
+    the next iteration. The role must report this at once, as it cannot finish that iteration
+    without the roles that pause. The coordinator then orders a later iteration, and the pausing
+    roles continue to it.
     """
 
     def __init__(self) -> None:
@@ -271,7 +272,7 @@ class PausePoint:
         self._started = 0
 
     def order(self, iteration: int) -> int | None:
-        """Set the iteration to stand still after (the latest order counts).
+        """Set the iteration after which to pause (the latest order counts).
 
         Returns the iteration that has already started if the order is too late, else None.
         """
@@ -283,10 +284,9 @@ class PausePoint:
             return None
 
     def may_start(self, iteration: int) -> bool:
-        """Return whether ``iteration`` may start; after that an order to stand still before it is
-        too late.
-
-        False: the caller stands still, and calls again until the result is true.
+        """Return whether ``iteration`` may start. Once this has returned true, an order to pause
+        before the iteration is too late. While it returns false, the caller pauses and repeats the
+        call.
         """
         with self._lock:
             if self._wanted is not None and self._wanted < iteration:

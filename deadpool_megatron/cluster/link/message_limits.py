@@ -1,5 +1,5 @@
-"""Limits on messages between agents and the coordinator: the rate of those whose cost grows with
-the cluster, and the amount that is kept unacknowledged. Pure.
+"""Limits on messages between agents and the coordinator: the rate of messages whose number grows
+with the cluster, and the amount of unacknowledged messages. Pure.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ _BEATS_PER_SECOND = 4000.0
 _ROUTINE_EVENTS_PER_ITERATION = 512
 _ROLES_AT_ONCE = 512
 _ROLES_REPEATED_PER_SECOND = 2000.0
-# Otherwise a caller with about the same period would narrowly miss every other time.
+# An action is due after this fraction of its period. Otherwise a caller with about the same period
+# would narrowly miss every second action.
 _EARLY = 0.95
 # The fraction of the fence limit after which contact is uncertain. It covers two beats, and leaves
-# more than three times itself for attempts at other connections.
+# most of the limit for attempts at other connections.
 _UNCERTAIN_FRACTION = 1 / 6
 
 
@@ -40,15 +41,16 @@ def contact_seconds(beat_seconds: float, settings: Settings) -> float:
 
 
 def answer_seconds(settings: Settings) -> float:
-    """Return the time after which an agent with an unanswered greeting sends another in parallel,
-    and the next after twice that. The first two end before the limit of the fence.
+    """Return the time after which an agent sends another greeting in parallel to an unanswered
+    greeting; after the second it waits twice that time. Both waits together last as long as the
+    fence's limit.
     """
     return 2 * _UNCERTAIN_FRACTION * settings.fence_seconds
 
 
 def repeat_seconds(roles: int) -> float:
     """Return the time over which agents spread their repeated reports to a new coordinator. In a
-    large run it cannot take them all at once, and it must first welcome every agent.
+    large run the coordinator cannot take all reports at once, and must first welcome every agent.
     """
     return 0.0 if roles <= _ROLES_AT_ONCE else roles / _ROLES_REPEATED_PER_SECOND
 
@@ -74,7 +76,8 @@ class RateLimiter:
         self._last = float("-inf")
 
     def is_due(self, now: float) -> bool:
-        """Return whether the period has passed since the last time; if so, ``now`` becomes it."""
+        """Return whether the period has passed since the last action; if so, ``now`` is the time of
+        the last action from now on."""
         if now - self._last < _EARLY * self.seconds:
             return False
         self._last = now

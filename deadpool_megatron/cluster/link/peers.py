@@ -4,13 +4,14 @@ A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). I
 (first message ``join``) or a command's (``control``). Refused connections are counted, and the
 first of them reported.
 
-Only the socket and its bytes end a connection. A message at which the coordinator's code fails is
-refused and acknowledged: its agent stays, and the message is not repeated to a successor.
+Only the end or a failure of the socket, or bytes that are no frame, end a connection. If the code
+of the coordinator fails at a message, the message is refused and acknowledged: the agent stays, and
+does not repeat the message to a successor.
 
-An order is numbered and kept until its agent acknowledges it, in its beats and when it connects.
-On a new connection the order is sent again; the agent drops duplicates. Numbers rise in the order
-of sending, over all agents, so that the same frame serves all; they hold for this coordinator
-(``boot``) only.
+An order is numbered and kept until the agent acknowledges it, in its beats and when it connects.
+On a new connection the order is sent again; the agent drops duplicates. All agents share one
+sequence of numbers, so that the same frame can be sent to all. Each coordinator (``boot``) has its
+own sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from deadpool_megatron.wire.sealed_records import RecordReader
 
 _REPORTED_REFUSALS = 100
 _RECONNECT_SECONDS = 0.5
-# After this time of sending, other callbacks of the loop get a turn.
+# After this time spent on sending, other callbacks of the loop get a turn.
 _SENDING_SECONDS = 0.01
 MAXIMUM_PENDING_BYTES = 256 << 20
 # Far above the number of orders in the time after which a silent agent is given up.
@@ -51,8 +52,9 @@ class AgentPeer:
     """One agent's connection. ``boot`` identifies the agent process when it reconnects. ``beats``
     has the newest beat of each local rank, with its incarnation.
 
-    ``sent_epoch`` is the epoch of the newest record that the agent was sent, perhaps by an earlier
-    coordinator. ``acknowledged``: newest report and time of the last acknowledgement.
+    ``sent_epoch``: the epoch of the newest record that was sent to the agent, perhaps by an earlier
+    coordinator. ``acknowledged``: the number of the report in the last acknowledgement, and the
+    time of that.
     """
 
     node: int
@@ -71,9 +73,8 @@ class AgentPeer:
     )
 
     def ping(self) -> None:
-        """Send a ping to a silent agent, once for each silence: its receipt distinguishes a node
-        whose agent does not run from a node that is cut off. The first message that an agent gets
-        is its welcome.
+        """Send a ping to a silent agent, once for each silence. If the host receives it, the node
+        is not cut off, but its agent does not run. An agent that has no welcome yet gets no ping.
         """
         if self.welcomed and not self.pinged and not self.dropped:
             self.pinged = True
@@ -89,7 +90,7 @@ class AgentPeer:
         return waiting + int.from_bytes(answer, sys.byteorder)
 
     def send(self, message: Message) -> None:
-        """Queue a message that need not arrive, or that the next welcome repeats; abort the
+        """Queue a message that need not arrive, or that the next welcome repeats. Abort the
         connection of an agent that no longer reads.
         """
         self.send_frame(framing.encode(message))
@@ -108,7 +109,8 @@ class PeerEvents(Protocol):
 
     def agent_joined(self, peer: AgentPeer, message: Message, again: bool) -> None:
         """Take an agent that joined. ``again``: the same agent process has reconnected before the
-        loss of its old connection was noticed; it is ``welcomed`` if it was on the old connection.
+        loss of its old connection was noticed; ``peer.welcomed`` is then that of the old
+        connection.
         """
 
     def agent_reported(self, peer: AgentPeer, message: Message) -> None:
@@ -130,45 +132,45 @@ class PeerEvents(Protocol):
 
 
 class Peers:
-    """The coordinator's connections, for its loop only. ``term`` is this coordinator's."""
+    """The coordinator's connections, for its loop only. ``term``: the coordinator's term."""
 
     def __init__(self, settings: Settings, events: PeerEvents, term: int) -> None:
         self.agents: dict[int, AgentPeer] = {}
         self.boot = secrets.token_hex(8)  # distinguishes this coordinator from others for agents
         self.refusals = 0
-        self._ordered = 0
+        self._order_count = 0
         self._to_send: deque[tuple[AgentPeer, Callable[[AgentPeer], None]]] = deque()
         self._is_sending = False
         self.current_agent = ""  # description of the agent whose message is being handled
         self._connect_seconds = settings.connect_seconds
         # Beats that arrive sooner after an acknowledgement are not acknowledged, unless reports
-        # arrived, too.
+        # have arrived in the meantime.
         self._acknowledge_seconds = acknowledge_seconds(settings)
         # The extra silence allowed to an agent that has only joined: it may not know that it is
-        # accepted, and then uses the limit for rejoining.
+        # accepted, and then still applies the limit for rejoining.
         self._join_credit_seconds = settings.rejoin_seconds - settings.node_silence_seconds
         self._events = events
         self._term = term
-        # The newest report taken from each agent process, kept after its connection ends.
-        self._taken: dict[tuple[int, str], int] = {}
-        # The same for its newest greeting: an older greeting is late, and its agent has moved on.
-        self._greeted: dict[tuple[int, str], int] = {}
+        # The number of the newest report from each agent process, kept after its connection ends.
+        self._newest_reports: dict[tuple[int, str], int] = {}
+        # The number of its newest greeting: an older greeting is late, its agent has sent another.
+        self._newest_greetings: dict[tuple[int, str], int] = {}
 
     def send_all(self, message: Message) -> None:
-        """Give an order to every agent that has been welcomed and not been dropped."""
+        """Give an order to every agent that has been welcomed and not dropped."""
         self._order(self.active(), message)
 
     def order(self, node: int, message: Message) -> None:
-        """Give an order to one agent, if it is there."""
+        """Give an order to an agent, if it is connected."""
         peer = self.agents.get(node)
         if peer is not None and not peer.dropped:
             self._order([peer], message)
 
     def _order(self, peers: list[AgentPeer], message: Message) -> None:
-        self._ordered += 1
-        frame = framing.encode({**message, "o": self._ordered})
+        self._order_count += 1
+        frame = framing.encode({**message, "o": self._order_count})
         for peer in peers:
-            peer.orders.add(self._ordered, frame)
+            peer.orders.add(self._order_count, frame)
         self.send_in_turns([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
         # Orders that follow from a failure are numbered later and must be sent later.
         for peer in peers:
@@ -181,11 +183,11 @@ class Peers:
         try:
             self._events.agent_left(peer, cause)
         finally:
-            self.forget(peer)  # not before: the end of a dropped peer is not reported
+            self.forget(peer)  # afterwards, as the end of a dropped peer is not reported
 
     def send_in_turns(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
-        """Send something to each of these peers, some of thousands at a time, in the order of the
-        calls.
+        """Call ``send`` for each peer. Among thousands of peers other callbacks of the loop get
+        their turns; the order of the calls of this method is kept.
         """
         self._to_send.extend((peer, send) for peer in peers)
         if not self._is_sending:
@@ -201,8 +203,8 @@ class Peers:
             asyncio.get_running_loop().call_soon(self._send_some)
 
     def welcome(self, peer: AgentPeer, message: Message, record: bytes = b"") -> None:
-        """Send an agent its welcome, the frame of the record if it lacks that, and then every order
-        that it has not acknowledged."""
+        """Send an agent its welcome, then ``record``, the frame of a record that it lacks, and then
+        every order that it has not acknowledged."""
         peer.welcomed = True
         peer.send({**message, "boot": self.boot})
         if record:
@@ -211,12 +213,12 @@ class Peers:
             peer.send_frame(frame)
 
     def active(self) -> list[AgentPeer]:
-        """Return the agents that have been welcomed and not been dropped."""
+        """Return the agents that have been welcomed and not dropped."""
         return [peer for peer in self.agents.values() if peer.welcomed and not peer.dropped]
 
-    def taken(self, peer: AgentPeer) -> int:
-        """Return the number of the newest report taken from this agent process."""
-        return self._taken.get((peer.node, peer.boot), 0)
+    def newest_report(self, peer: AgentPeer) -> int:
+        """Return the number of the newest report from this agent process; 0 before the first."""
+        return self._newest_reports.get((peer.node, peer.boot), 0)
 
     def silent(self, limit_seconds: float, now: float) -> list[AgentPeer]:
         """Return the connected agents that have sent nothing for longer than the limit."""
@@ -320,13 +322,14 @@ class Peers:
     def _is_late(self, first: Message) -> bool:
         """Return whether the agent has already sent a newer greeting."""
         process, number = (int(first["node"]), str(first["boot"])), int(first["greeting"])
-        newest = self._greeted.get(process, 0)
-        self._greeted[process] = max(newest, number)
+        newest = self._newest_greetings.get(process, 0)
+        self._newest_greetings[process] = max(newest, number)
         return number < newest
 
     def _admit(self, writer: asyncio.StreamWriter, first: Message) -> tuple[AgentPeer, bool]:
-        """Return the agent by its first message, and whether it was connected before. Raises
-        WireError if another agent has its number; KeyError, TypeError, ValueError if malformed.
+        """Return the peer for an agent's first message, and whether the same agent process has
+        another connection. Raises WireError if another agent has its number; KeyError, TypeError,
+        ValueError if malformed.
         """
         node, boot = int(first["node"]), str(first["boot"])
         until = time.monotonic() + self._join_credit_seconds
@@ -370,7 +373,7 @@ class Peers:
     def _hand_over(
         self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
     ) -> bool:
-        """Return whether a message was taken; an exception refuses it."""
+        """Call ``take`` with a message. Return False, and refuse the message, if that fails."""
         self.current_agent = f"agent of node {peer.node}"
         try:
             take(peer, message)
@@ -382,11 +385,11 @@ class Peers:
         return True
 
     def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
-        """Acknowledge a beat, unless a recent acknowledgement was nearly the same."""
-        taken, (last, at) = self.taken(peer), peer.acknowledged
-        if taken != last or peer.last_seen - at >= self._acknowledge_seconds:
-            peer.acknowledged = (taken, peer.last_seen)
-            peer.send({"t": "ack", "n": taken, "beat": sent_at})
+        """Acknowledge a beat and all reports so far, unless a recent acknowledgement does that."""
+        newest, (last, at) = self.newest_report(peer), peer.acknowledged
+        if newest != last or peer.last_seen - at >= self._acknowledge_seconds:
+            peer.acknowledged = (newest, peer.last_seen)
+            peer.send({"t": "ack", "n": newest, "beat": sent_at})
 
     def _take(self, peer: AgentPeer, message: Message) -> None:
         peer.last_seen = time.monotonic()
@@ -402,7 +405,7 @@ class Peers:
             self._events.superseded(f"node {peer.node}: {message['why']}")
             return
         number = int(message["n"])
-        if number <= self.taken(peer):
+        if number <= self.newest_report(peer):
             return
-        self._taken[peer.node, peer.boot] = number
+        self._newest_reports[peer.node, peer.boot] = number
         self._events.agent_reported(peer, message)

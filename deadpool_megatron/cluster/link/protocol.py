@@ -1,6 +1,6 @@
 """Messages of agents and members -> inputs of the state machine. Pure; raises if malformed.
 
-KeyError, TypeError and ValueError mean that the message is not ours: the caller refuses it.
+KeyError, TypeError and ValueError mean that the message is malformed: the caller refuses it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
 def join(message: Message) -> inputs.NodeJoined:
     """Return the input for an agent's first message."""
     joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
-    if not 0 <= joined.node <= MAX_NUMBER:  # the journal could not name it once it is lost
+    if not 0 <= joined.node <= MAX_NUMBER:  # a note in the journal could not name the node
         raise ValueError(f"a node has a number between 0 and {MAX_NUMBER}, not {joined.node}")
     inventory = joined.found
     if inventory is not None:
@@ -67,7 +67,7 @@ def from_agent(
 ) -> inputs.Input | None:
     """Return the input for an agent's report about its node; None when the machine needs none.
 
-    ``layouts`` are those of the roles, as far as they are known already.
+    ``layouts``: the layouts of the roles, as far as they are known already.
     """
     match message["t"]:
         case "inventory":
@@ -88,13 +88,13 @@ def from_agent(
 
 def _read(kind: type[Read], node: int, message: Message) -> Read:
     renamed = {name: message[key] for name, key in _KEYS.items() if key in message}
-    found: Read = read(kind, {**message, **renamed, "node": node})
-    return found
+    event: Read = read(kind, {**message, **renamed, "node": node})
+    return event
 
 
 def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
-    """Return an inventory that shares the known layouts with equal hash, to save work: after a loss
-    all nodes send theirs at the same moment."""
+    """Return an inventory that shares the known layouts with equal hash. This saves work after a
+    loss, when all nodes send their inventories at the same moment."""
     layouts = []
     for layout in values["layouts"]:
         same = known.get(layout["role"])
@@ -105,17 +105,18 @@ def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
 
 
 def report_of(event: Event) -> dict[str, Any]:
-    """Return the message that reports an event: of progress, or for users alone."""
+    """Return the message that reports an event: as progress, or as an event that only users
+    read."""
     return {"t": "progress" if event.kind in PROGRESS else "event", "event": event.to_dict()}
 
 
 def from_progress(report: Event) -> inputs.Input | None:
     """Return the machine's input from reported progress, if any."""
     if report.kind is Kind.STEP and report.iteration is not None:
-        if (found := not_finite(report.data)) is None:
+        if (number := not_finite(report.data)) is None:
             return inputs.StepReported(report.epoch, report.iteration)
         place = report.epoch, report.node, report.role, report.iteration
-        return inputs.NotFinite(*place, *found)
+        return inputs.NotFinite(*place, *number)
     if report.kind is Kind.STACK:
         frames = [str(frame) for frame in report.data.get("frames", ())]
         where = " < ".join(frames[:_SHOWN_FRAMES]) or str(report.data.get("missing", ""))
@@ -127,8 +128,8 @@ def from_progress(report: Event) -> inputs.Input | None:
 
 
 def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
-    """Return the event to write for a member's message, if any. Users and the results of a run read
-    it; the machine gets the message itself as an input."""
+    """Return the event to write for a member's message, if any. It is for users and for the results
+    of a run; the machine gets the message itself as an input."""
     if m["t"] == "done":
         data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
         return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)

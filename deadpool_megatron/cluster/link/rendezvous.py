@@ -1,17 +1,17 @@
 """The store in which communicators meet, between members, their agents and the coordinator.
 
-All three send each other the same message, and any of it may be repeated::
+All three send each other messages of the same form, which may be repeated::
 
     {"t": "store", "epoch": e, "values": {key: value in base64}, "want": [folder, ...]}
 
 The first value of a key stays. The folder of a key is the text before its last ``/``: a client that
-wants a folder is sent all values in it, present and future.
+wants a folder gets all values in it, present and future.
 
 Coordinator and agents each have a hub with the values of one epoch, and the folders that each
-client wants. The coordinator serves its agents, each agent its members: their values are forwarded
-to the coordinator, and each wanted folder is requested once for all of them. The agent keeps both
-until the epoch is closed and repeats them at each welcome, so that neither a cut connection nor a
-new coordinator, whose memory holds nothing else, loses any of it.
+client wants. The coordinator serves the agents, and each agent serves its members: it forwards
+their values to the coordinator, and requests each wanted folder once for all of them. The agent
+keeps these values and requests until the epoch is closed and repeats them at each welcome. So
+nothing is lost if a connection is cut, or if a new coordinator begins with an empty store.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _is_text(value: object, limit: int) -> bool:
 
 @dataclass
 class _Folder(Generic[Client]):
-    """One folder. ``served`` have received all but ``fresh``, ``newcomers`` nothing."""
+    """One folder. The clients ``served`` have received all values except ``fresh``; the clients
+    ``newcomers`` have yet to receive all."""
 
     values: dict[str, str] = field(default_factory=dict)
     fresh: dict[str, str] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class StoreHub(ABC, Generic[Client]):
             self._due.clear()
 
     def put(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Take values, and return those that are new. Raises ValueError when there are too many."""
+        """Take values, and return the values that are new. Raises ValueError for too many values."""
         new = {}
         for key, value in values.items():
             name = folder_of(key)
@@ -171,7 +172,7 @@ class CoordinatorStore(StoreHub[int]):
     def __init__(self, send_frame: Callable[[int, bytes], None], epoch: Callable[[], int]) -> None:
         super().__init__()
         self._send_frame = send_frame
-        self._present = epoch
+        self._open_epoch = epoch
 
     def receive(self, node: int, message: Mapping[str, Any]) -> None:
         """Take an agent's message, and drop it if its epoch is not the open epoch.
@@ -179,7 +180,7 @@ class CoordinatorStore(StoreHub[int]):
         Raises ValueError for a message that no correct agent sends.
         """
         epoch, values, want = unpack(message)
-        self.enter(self._present())
+        self.enter(self._open_epoch())
         if epoch != self.epoch or not epoch:
             return
         failpoints.hit("coordinator.store", epoch=epoch)
@@ -248,8 +249,8 @@ class StoreRelay(StoreHub[StoreMember]):
             print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
 
     def repeat(self) -> None:
-        """Send everything again, to a coordinator that may not have received it, or whose answers
-        may be lost.
+        """Send all values and requests again, as the coordinator may not have received them, or its
+        answers may be lost.
         """
         if self._own or self._wanted:
             self._unsent = dict(self._own), dict(self._wanted)
@@ -257,7 +258,7 @@ class StoreRelay(StoreHub[StoreMember]):
 
     def _flush(self) -> None:
         (values, want), self._unsent = self._unsent, ({}, {})
-        # Values and folders of an epoch may each be too large for one frame.
+        # The values, or the requests, of an epoch may be too large for one frame.
         nothing: dict[str, str] = {}
         folders = _pieces(dict.fromkeys(want, ""))
         for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
@@ -270,6 +271,7 @@ class StoreRelay(StoreHub[StoreMember]):
 
 
 def _pieces(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the values in parts of about ``_PIECE_BYTES``."""
     piece: dict[str, str] = {}
     size = 0
     for key, value in values.items():
@@ -289,7 +291,7 @@ class StoreError(RuntimeError):
 class MemberStore:
     """A member's end of the store, for any thread. ``send`` sends to the agent without blocking.
 
-    It holds the values requested in the newest epoch in which any were requested.
+    It holds the values of one epoch: the newest in which this member wrote or requested values.
     """
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
@@ -312,9 +314,9 @@ class MemberStore:
         self._send(pack(epoch, {key: text}))
 
     def has(self, epoch: int, keys: Sequence[str]) -> bool:
-        """Return whether all values have arrived, and request those missing. Raises StoreError."""
+        """Return whether all values have arrived; request the missing values. Raises StoreError."""
         with self._changed:
-            self._ask(epoch, keys)
+            self._request(epoch, keys)
             return all(key in self._values for key in keys)
 
     def wait(self, epoch: int, keys: Sequence[str], deadline_seconds: float) -> None:
@@ -324,13 +326,13 @@ class MemberStore:
         """
         limit = time.monotonic() + deadline_seconds
         with self._changed:
-            self._ask(epoch, keys)
+            self._request(epoch, keys)
             for key in keys:
                 while key not in self._values:
-                    left = limit - time.monotonic()
-                    if left <= 0:
+                    seconds = limit - time.monotonic()
+                    if seconds <= 0:
                         raise StoreError(f"{key!r} was not written within {deadline_seconds:g} s")
-                    self._changed.wait(left)
+                    self._changed.wait(seconds)
                     self._check(epoch)
 
     def get(self, epoch: int, key: str, deadline_seconds: float) -> bytes:
@@ -356,7 +358,7 @@ class MemberStore:
                 self._values, self._wanted = {}, set()
             self._changed.notify_all()
 
-    # The lock is held.
+    # The callers of these methods hold the lock.
 
     def _enter(self, epoch: int) -> None:
         if epoch > self._epoch:
@@ -367,7 +369,7 @@ class MemberStore:
         if epoch <= self._closed or epoch < self._epoch:
             raise StoreError(f"epoch {epoch} is closed")
 
-    def _ask(self, epoch: int, keys: Sequence[str]) -> None:
+    def _request(self, epoch: int, keys: Sequence[str]) -> None:
         self._enter(epoch)
         want = {folder_of(key) for key in keys if key not in self._values} - self._wanted
         if want:

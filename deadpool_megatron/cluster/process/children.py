@@ -26,7 +26,8 @@ Made = TypeVar("Made")
 
 @contextlib.contextmanager
 def socket_pair(kind: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Make a connection to a child: yield our end, closed after an error, and the child's."""
+    """Create a connection to a child: yield our end and the child's end. Close the child's end
+    afterwards, and our end after an error."""
     own_end, child_end = socket.socketpair(socket.AF_UNIX, kind)
     with child_end:
         try:
@@ -56,7 +57,8 @@ class ProcessEnd:
 
 
 class Watch(ABC):
-    """A process. Its end is reported once, to ``on_end``, after the rest of its group is killed."""
+    """A watch of a process. The end of the process is reported once, to ``on_end``, after the other
+    processes of its group are killed."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -65,18 +67,19 @@ class Watch(ABC):
         self._on_end: Callable[[ProcessEnd], None] | None = None
 
     def then(self, on_end: Callable[[ProcessEnd], None]) -> None:
-        """Call ``on_end`` from the loop at the end, even if the process has ended already."""
+        """Have the loop call ``on_end`` at the end of the process, or soon if it has ended
+        already."""
         self._on_end = on_end
         if self.ending is not None:
             asyncio.get_running_loop().call_soon(on_end, self.ending)
 
     @abstractmethod
     def kill(self) -> None:
-        """Send SIGKILL, which also ends a stopped process; do nothing if it has ended."""
+        """Send SIGKILL, which also ends a stopped process; do nothing if the process has ended."""
 
     async def end(self, limit_seconds: float) -> bool:
-        """Kill the process and wait for its end; False where the kernel holds it for longer, as in
-        a call to a file system that hangs: it dies later.
+        """Kill the process and wait for its end. Return False after the limit: the kernel may hold
+        the process for longer, as in a call to a file system that hangs.
         """
         self.kill()
         try:
@@ -95,8 +98,8 @@ class Watch(ABC):
 
 
 class ChildWatch(Watch):
-    """A child of this process. The rest of its group is killed while the dead leader still holds
-    the id of the group.
+    """A watch of a child of this process. The other processes of its group are killed while the
+    dead leader still holds the id of the group.
     """
 
     def __init__(self, pid: int, on_end: Callable[[ProcessEnd], None] | None = None) -> None:
@@ -106,19 +109,19 @@ class ChildWatch(Watch):
         try:
             self._handle = os.pidfd_open(pid)
         except OSError:
-            self.kill()  # its end would never be noticed
+            self.kill()  # as the end of the process would never be noticed
             os.waitpid(pid, 0)
             raise
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._handle, self._gone)
+        self._loop.add_reader(self._handle, self._reap)
 
     def kill(self) -> None:
         """Kill the process and its group; see :class:`Watch`."""
         if self.ending is None:
-            posix.kill(self.pid)  # it may not have made its own group yet
+            posix.kill(self.pid)  # the process may not have a group of its own yet
             posix.kill_group(self.pid)
 
-    def _gone(self) -> None:
+    def _reap(self) -> None:
         self._loop.remove_reader(self._handle)
         os.close(self._handle)
         posix.kill_group(self.pid)
@@ -138,9 +141,10 @@ def start_child(
 ) -> ChildWatch:
     """Start this interpreter with ``command``, in its own process group.
 
-    Its output is appended to ``log`` (None: the output of this process); ``environment`` is added
-    to this process's own, ``sockets`` are descriptors that it inherits under their numbers.
-    ``dies_with_us``: it dies with the calling thread. For the loop's thread; raises OSError.
+    The output of the child is appended to ``log`` (None: the output of this process);
+    ``environment`` is added to that of this process; ``sockets`` are descriptors that the child
+    inherits under their numbers. ``dies_with_us``: the child dies with the calling thread. For the
+    loop's thread; raises OSError.
     """
     parent = os.getpid()
     opened = -1
@@ -160,7 +164,7 @@ def start_child(
     finally:
         if opened >= 0:
             os.close(opened)
-    process.returncode = 0  # ChildWatch reaps it by its pid: this object must not try as well
+    process.returncode = 0  # ChildWatch reaps the child, so this object must not try to
     return ChildWatch(process.pid, on_end)
 
 
@@ -182,8 +186,8 @@ async def run_child(command: Sequence[str], log: Path, limit_seconds: float) -> 
 async def retry_shortage(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
     """Return the result of ``make``, retried with growing pauses while a resource is short.
 
-    Raises its OSError when that is no shortage, or when the time is over, and any other exception
-    of ``make`` at once.
+    Raises an OSError of ``make`` when it is no shortage, or when the time is over, and any other
+    exception of ``make`` at once.
     """
     pause, limit = FIRST_PAUSE_SECONDS, time.monotonic() + limit_seconds
     while True:

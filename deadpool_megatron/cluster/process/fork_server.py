@@ -1,12 +1,13 @@
 """Starts of members: forks of a process that has imported their modules, or parked processes.
 
 The *fork server* is forked once, before its parent has a second thread or a loop. It imports the
-modules of all members, reports whether it may fork (it has one thread, and has not touched the CUDA
-driver, which no fork survives), and then forks for the process that holds the other end of its
-socket: members, or servers for other nodes of the host. It reaps its children and reports how they
-ended. The kernel kills a member when its server dies, and a server ends when its socket does, so
-with the agent that holds it. A *parked* process has imported the same, waits, and becomes the
-member named in its first message; then the next parked process for its local rank is started.
+modules of all members and reports whether it may fork: it must have one thread, and must not have
+touched the CUDA driver, which no fork survives. Then it forks for the process that holds the other
+end of its socket: members, or servers for other nodes of the host. It reaps its children and
+reports how they ended. The kernel kills a member when its server dies, and a server ends when its
+socket is closed, as at the end of its agent. A *parked* process has imported the same modules,
+waits, and becomes the member named in its first message; then the next parked process for that
+local rank is started.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Message = Mapping[str, Any]
 
 
 class StartError(Exception):
-    """The failure to start a member, in one clear line."""
+    """The failure to start a member; the message is one line."""
 
 
 class BrokenImport(StartError):
@@ -62,8 +63,8 @@ class BrokenImport(StartError):
 @dataclass(frozen=True)
 class ForkServer:
     """The near end of a fork server. ``connection`` is for an agent's :class:`Starter`, or for a
-    launcher that requests a server for each agent. ``is_ready``: everything is imported, and it
-    forks. ``pid`` is 0 if another server has forked it.
+    launcher that requests a server for each agent. ``is_ready``: the server has imported all
+    modules, and can fork. ``pid`` is 0 if another server has forked this server.
     """
 
     pid: int
@@ -85,8 +86,8 @@ class ForkServer:
         return ForkServer(pid, own_end)
 
     def ready(self) -> ForkServer:
-        """Wait until everything is imported. Raises StartError where that fails, or where the
-        server may not fork."""
+        """Wait until the server has imported all modules. Raises StartError if that fails, or if
+        the server may not fork."""
         answer, _ = receive_message(self.connection)
         if not answer:
             answer = {"why": "the process that imports what members need has ended"}
@@ -96,7 +97,7 @@ class ForkServer:
         return replace(self, is_ready=True)
 
     def serve_node(self) -> ForkServer | None:
-        """Return another server, None where the connection is lost."""
+        """Return a new server for another node; None if the connection is lost."""
         with socket_pair(_MESSAGES) as (own_end, child_end):
             try:
                 send_message(self.connection, {"serve": True}, child_end.fileno())
@@ -113,12 +114,13 @@ class ForkServer:
 
 
 def send_message(connection: socket.socket, message: Message, *handles: int) -> None:
+    """Send a message with file descriptors. Raises OSError."""
     socket.send_fds(connection, [json.dumps(message).encode()], handles)
 
 
 def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
-    """Return the next message; empty at the end of the stream, or at the reset after a peer that
-    left messages unread. Raises BlockingIOError."""
+    """Return the next message with its file descriptors. The message is empty at the end of the
+    stream, also if the peer has ended with unread messages. Raises BlockingIOError."""
     try:
         data, handles, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
     except BlockingIOError:
@@ -132,7 +134,7 @@ def receive_message(connection: socket.socket) -> tuple[Message, list[int]]:
 
 
 def send_answer(connection: socket.socket, message: Message, *handles: int) -> None:
-    """Answer the agent; its loss is noticed when its next request is read."""
+    """Answer the agent. If it has ended, that is noticed when its next request is read."""
     with contextlib.suppress(OSError):
         send_message(connection, message, *handles)
 
@@ -152,7 +154,8 @@ def run_server(connection: socket.socket, modules: Sequence[str], parent: int) -
         except BrokenImport as error:
             send_answer(connection, {"why": str(error), "broken": True})
             return
-        # Members share the pages of frozen objects: the collector would write into each object.
+        # Members share the pages of these objects as long as no process writes to them, but the
+        # garbage collector writes to each object that is not frozen.
         gc.collect()
         gc.freeze()
         refusal = fork_refusal()
@@ -179,8 +182,8 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def keep_single_threaded() -> None:
-    """Keep OpenBLAS from starting a thread for each core, which would forbid a fork. The caller
-    does this before any module may import numpy.
+    """Keep OpenBLAS from starting a thread for each core, which would forbid a fork. It must be
+    called before any module imports numpy.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -209,7 +212,7 @@ def _serve(connection: socket.socket) -> None:
                 continue
             request, handles = receive_message(connection)
             if not request or request == _KILL_ALL:
-                # The server of a node ends with its agent, not with this server.
+                # A server for another node ends with that node's agent, not with this server.
                 for pid in [pid for pid, is_member in children.values() if is_member]:
                     posix.kill_group(pid)
             if not request:
@@ -240,12 +243,13 @@ def _fork(connection: socket.socket, request: Message, handle: int) -> int:
             become_member(MemberSpec.from_dict(request["member"]), handle)
         _serve_node(handle)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)  # both parent and child do this, so that neither sees it unset
+        os.setpgid(pid, pid)  # parent and child both do this, as either may run first
     return pid
 
 
 def _serve_node(handle: int) -> NoReturn:
-    """Serve another node. This server outlives its parent server, and ends with its agent."""
+    """Serve another node. This server outlives its parent server, and ends with that node's
+    agent."""
     try:
         os.setpgid(0, 0)
         posix.close_inherited((handle,))
@@ -259,7 +263,8 @@ def _serve_node(handle: int) -> NoReturn:
 
 
 def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> None:
-    """Kill the group while the dead leader still holds its id, then reap and report the leader."""
+    """Kill the group while the dead leader still holds the group's id, then reap and report the
+    leader."""
     posix.kill_group(pid)
     _, status = os.waitpid(pid, 0)
     os.close(handle)
@@ -272,8 +277,8 @@ def main() -> NoReturn:
     set_process_name("dp-parked")
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import([name for name in sys.argv[2].split(",") if name])
-    request, handles = receive_message(connection)  # ends with its agent (death signal, or this)
-    if not request:
+    request, handles = receive_message(connection)
+    if not request:  # the agent has ended
         os._exit(0)
     become_member(MemberSpec.from_dict(request["member"]), handles[0])
 
@@ -308,9 +313,9 @@ class StartedMember:
 
 
 class Starter:
-    """Starts of the members of a node. They are parked processes without a ``server``, or before it
-    has reported that it forks. These import ``modules`` in the ``environment`` of their local rank,
-    because a driver reads some of it only once. For the agent's loop.
+    """Starts of the members of a node: forks of the ``server``, or parked processes while there is
+    no server that can fork. Parked processes import ``modules`` in the ``environment`` of their
+    local rank, because a driver reads some variables only once. For the agent's loop.
     """
 
     def __init__(
@@ -322,8 +327,8 @@ class Starter:
         self._server = None if server is None else server.connection
         self._modules = ",".join(modules)
         self._environment = environment
-        self._forks = server is not None and server.is_ready
-        self._asked: deque[asyncio.Future[_Forked]] = deque()
+        self._can_fork = server is not None and server.is_ready
+        self._requests: deque[asyncio.Future[_Forked]] = deque()
         self._forked: dict[int, _Forked] = {}
         self._parked: dict[int, tuple[ChildWatch, socket.socket]] = {}
         if self._server is not None:
@@ -332,22 +337,22 @@ class Starter:
 
     async def start(self, spec: MemberSpec) -> StartedMember:
         """Start a member. Raises StartError, or OSError after closing everything it opened."""
-        # The environment of a server is that of another process, perhaps of other nodes.
+        # A server has the environment of another process, so the request has the whole of it.
         whole = replace(spec, environment={**os.environ, **spec.environment})
         request = {"member": whole.to_dict()}
         with socket_pair(socket.SOCK_STREAM) as (own_end, child_end):
             handle = child_end.fileno()
-            if self._forks:
+            if self._can_fork:
                 return StartedMember(await self._fork(request, handle), own_end)
             return StartedMember(self._unpark(spec.place.local_rank, request, handle), own_end)
 
     def prepare(self, local_rank: int) -> None:
-        """Prepare a later start with this local rank, where that takes time. Raises OSError."""
-        if not self._forks:
+        """Prepare a later start with this local rank, if no server can fork. Raises OSError."""
+        if not self._can_fork:
             self._park(local_rank)
 
     def close(self) -> None:
-        """End the parked processes, and members that are left."""
+        """End the parked processes, and the members that are still alive."""
         self._drop_parked()
         if self._server is not None:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
@@ -362,10 +367,10 @@ class Starter:
 
     async def _fork(self, request: Message, handle: int) -> _Forked:
         assert self._server is not None
-        done = asyncio.get_running_loop().create_future()
-        self._asked.append(done)
+        answer = asyncio.get_running_loop().create_future()
+        self._requests.append(answer)
         send_message(self._server, request, handle)
-        return await asyncio.wait_for(done, _ANSWER_SECONDS)
+        return await asyncio.wait_for(answer, _ANSWER_SECONDS)
 
     def _readable(self) -> None:
         assert self._server is not None
@@ -376,7 +381,7 @@ class Starter:
         if not answer or answer.get("why"):
             self._lose_server()
         elif "why" in answer:
-            self._forks = True
+            self._can_fork = True
             self._drop_parked()
         elif "ended" in answer:
             ended = self._forked.pop(int(answer["ended"]), None)
@@ -385,26 +390,26 @@ class Starter:
         elif "started" in answer:
             pid = int(answer["started"])
             watch = self._forked[pid] = _Forked(pid, handles[0])
-            asked = self._asked.popleft()
-            if asked.done():
-                watch.kill()  # its start is no longer awaited
+            request = self._requests.popleft()
+            if request.done():
+                watch.kill()  # as the start is no longer awaited
             else:
-                asked.set_result(watch)
+                request.set_result(watch)
         else:
             self._refuse(OSError(int(answer["errno"]), os.strerror(int(answer["errno"]))))
 
     def _refuse(self, error: OSError) -> None:
-        if not (asked := self._asked.popleft()).done():
-            asked.set_exception(error)
+        if not (request := self._requests.popleft()).done():
+            request.set_exception(error)
 
     def _lose_server(self) -> None:
-        """Give up a server that does not fork, or that is gone with the members it has forked: from
-        now on members start from parked processes."""
+        """Give up a server that cannot fork, or that has ended together with its members. From now
+        on members start from parked processes."""
         assert self._server is not None
         asyncio.get_running_loop().remove_reader(self._server.fileno())
         self._server.close()
-        self._server, self._forks = None, False
-        while self._asked:
+        self._server, self._can_fork = None, False
+        while self._requests:
             self._refuse(ConnectionResetError("the fork server has ended"))
         for pid, watch in list(self._forked.items()):
             posix.kill_group(pid)

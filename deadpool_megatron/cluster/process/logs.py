@@ -1,7 +1,7 @@
 """Logs of a node's processes in the memory of its host, and files of the run directory.
 
 A file system that is full, or hangs, must not fail or stop a process that prints, nor an agent that
-has to beat and to fence its node. So logs lie in memory, and a thread of the agent copies them to
+has to send beats and to fence its node. So logs lie in memory. A thread of the agent copies them to
 the run directory and does the other work there, one task after the other. This module also reads
 the cause of a process's end from the end of its log.
 """
@@ -24,13 +24,13 @@ from deadpool_megatron import file_systems
 
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
-# Limit for the log of one process; a surplus not copied in time is dropped, the oldest first.
+# Limit for the log of one process. A longer log loses its oldest part, whether copied or not.
 _MAX_BYTES = 16 << 20
 _TRIM_SECONDS = 5.0
-# At the end a file system that hangs is not waited for.
+# Limit of the wait for the lock, which a process whose file system hangs may hold.
 _LOCK_SECONDS = 2.0
 _COPIED, _LOCK = ".copied", ".lock"
-# The end of a log that is searched for the cause.
+# This much of the end of a log is searched for the cause.
 _TAIL_BYTES = 32768
 _LINE_CHARACTERS = 400
 # An exception that was caught and logged long before the end is not its cause.
@@ -51,7 +51,7 @@ def read(path: Path, start: int, nbytes: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log, starting within a line perhaps; empty when there is no log."""
+    """Return the end of a log, which may begin within a line; empty when there is no log."""
     return read(log, -_TAIL_BYTES, _TAIL_BYTES)
 
 
@@ -63,7 +63,7 @@ def last_line(log: Path) -> str:
 def last_output(text: str) -> str:
     """Return the line at the end of a log that explains the end of its process.
 
-    That is :func:`fatal_error`, else the last line that is not blank. Empty when there is none.
+    That is :func:`fatal_error`, else the last line that is not blank, else an empty text.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return fatal_error(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
@@ -71,7 +71,7 @@ def last_output(text: str) -> str:
 
 def fatal_error(text: str) -> str:
     """Return the exception of the last traceback, or the fatal error of Python or of C++, at the
-    end of a log. Empty when there is none.
+    end of a log; empty when there is no such error.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     for number in range(len(lines) - 1, -1, -1):
@@ -81,11 +81,11 @@ def fatal_error(text: str) -> str:
         if line.startswith("Fatal Python error:"):
             return line[:_LINE_CHARACTERS]
         if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
-            # The first line after the frames of a traceback, which are indented.
+            # The exception is the first line after the frames, which are indented.
             after = lines[number + 1 :]
-            found = next((line for line in after if not line.startswith((" ", "\t", "|"))), "")
-            if found:
-                return found[:_LINE_CHARACTERS]
+            error = next((line for line in after if not line.startswith((" ", "\t", "|"))), "")
+            if error:
+                return error[:_LINE_CHARACTERS]
     return ""
 
 
@@ -102,49 +102,49 @@ class LocalLogs:
         return self.directory / f"{name}.log"
 
     def trim(self) -> None:
-        """Free the memory of all but the newest part of each log; the caller repeats this often."""
+        """Free the memory of each log except for its newest part; the caller repeats this often."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _TRIM_SECONDS
-        # If the host is briefly out of descriptors or memory, the next call does it.
+        # If the host is briefly out of descriptors or memory, the next call trims the logs.
         with contextlib.suppress(OSError):
             for path in self.directory.glob("*.log"):
                 _trim(path)
 
 
 def _trim(path: Path) -> None:
-    found = path.stat()
-    surplus = (found.st_size - _MAX_BYTES) // mmap.ALLOCATIONGRANULARITY
-    if surplus > 0 and found.st_blocks * 512 > 2 * _MAX_BYTES:
-        with open(path, "r+b") as file, mmap.mmap(file.fileno(), found.st_size) as mapped:
+    status = path.stat()
+    surplus = (status.st_size - _MAX_BYTES) // mmap.ALLOCATIONGRANULARITY
+    if surplus > 0 and status.st_blocks * 512 > 2 * _MAX_BYTES:
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), status.st_size) as mapped:
             mapped.madvise(mmap.MADV_REMOVE, 0, surplus * mmap.ALLOCATIONGRANULARITY)
 
 
 class LogCopier:
-    """The incremental copy of logs. A file next to the logs records the progress for a successor,
-    and the former length of the target being written: if the copier is killed, the growth of the
-    target shows how much was copied. For one thread.
+    """The incremental copy of logs. A file next to the logs records for a successor how far each
+    log is copied, and the length of the target before the copy in progress. If the copier is
+    killed, the growth of the target shows how much was copied. For one thread.
     """
 
     def __init__(self, logs: Path, target: Path) -> None:
         self._logs, self._target = logs, target
         self._copied: dict[str, int] = {}
-        self._over: list[str] = []
+        self._finished: list[str] = []
 
-    def is_over(self, name: str) -> None:
+    def finish_log(self, name: str) -> None:
         """Free the memory of a finished log as soon as it is in the target."""
-        self._over.append(name)
+        self._finished.append(name)
 
     def copy(self) -> str:
         """Copy all new output. Return why some could not be copied, empty on success."""
         try:
-            over = self._over.copy()  # before the scan, which then finds all of their output
+            finished = self._finished.copy()  # before the scan, which then sees all their output
             grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
-            if grown or over:
+            if grown or finished:
                 with open(self._logs / _LOCK, "w") as lock:
                     file_systems.lock(lock.fileno(), self._logs / _LOCK, _LOCK_SECONDS)
-                    self._copy_all(grown, over)
-        except OSError as error:  # the rest stays for the next call
+                    self._copy_all(grown, finished)
+        except OSError as error:  # the next call copies what is missing
             return str(error)
         return ""
 
@@ -152,9 +152,9 @@ class LogCopier:
         copied = self._copied.get(entry.name, 0)
         return not entry.name.startswith(".") and entry.stat().st_size > copied
 
-    def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
+    def _copy_all(self, grown: list[os.DirEntry[str]], finished: list[str]) -> None:
         """Copy under the lock, after reading how far other processes have copied."""
-        # An unreadable record (perhaps of another version) costs duplicate lines.
+        # An unreadable record (perhaps of another version) only leads to duplicate lines.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             record = json.loads((self._logs / _COPIED).read_text())
             self._copied = record["copied"]
@@ -168,16 +168,16 @@ class LogCopier:
                     self._copy(entry)
                 except OSError as error:  # one log must not prevent the copy of the others
                     failed[entry.name] = error
-            for name in [name for name in over if name not in failed]:
+            for name in [name for name in finished if name not in failed]:
                 (self._logs / name).unlink(missing_ok=True)
                 self._copied.pop(name, None)
-                self._over.remove(name)
+                self._finished.remove(name)
         finally:
-            self._keep({})
+            self._write_record({})
         if failed:
             raise next(iter(failed.values()))
 
-    def _keep(self, under_way: dict[str, int]) -> None:
+    def _write_record(self, under_way: dict[str, int]) -> None:
         record = {"copied": self._copied, "under_way": under_way}
         file_systems.write_text(self._logs / _COPIED, json.dumps(record))
 
@@ -186,7 +186,7 @@ class LogCopier:
             return
         start = self._copied.get(entry.name, 0)
         with open(entry.path, "rb", buffering=0) as log:
-            # A log that grew too long while nothing could be copied has lost its oldest part.
+            # If a log has grown too long while nothing could be copied, its oldest part is missing.
             data = os.lseek(log.fileno(), start, os.SEEK_DATA)
             target = os.open(
                 self._target / entry.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
@@ -195,7 +195,7 @@ class LogCopier:
                 if data > start:
                     os.write(target, f"\n[{data - start} bytes are missing here]\n".encode())
                     self._copied[entry.name] = data
-                self._keep({entry.name: os.fstat(target).st_size})
+                self._write_record({entry.name: os.fstat(target).st_size})
                 log.seek(data)
                 while piece := log.read(_PIECE_BYTES):
                     while piece:
@@ -225,13 +225,13 @@ class Files:
         self._texts[path] = text
         self._work.put(self._write)
 
-    def log_is_over(self, log: Path) -> None:
+    def finish_log(self, log: Path) -> None:
         """Free the memory of a finished log once it is in ``target``."""
-        self._work.put(lambda: self._copier.is_over(log.name))
+        self._work.put(lambda: self._copier.finish_log(log.name))
 
     async def close(self, limit_seconds: float) -> None:
-        """Wait until all work is done and all output so far is copied, or until the limit is over;
-        the thread then ends as soon as it can.
+        """Wait until all work is done and all output so far is copied, or until the limit is over.
+        The thread ends when it has done its work.
         """
         done = asyncio.Event()
         loop = asyncio.get_running_loop()

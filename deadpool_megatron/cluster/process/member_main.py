@@ -42,27 +42,27 @@ class MemberSpec(Coded):
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
     """Turn this process (just forked, or parked) into the member, and end it with the member.
 
-    The server's objects are frozen out of garbage collection: closing them would close descriptors
-    that are in use again.
+    The objects of the server are excluded from garbage collection: to delete them would be to close
+    descriptors that are in use again.
     """
     try:
         os.setpgid(0, 0)
         gc.freeze()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # members end by the launcher's orderly stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher stops members by an order
         posix.close_inherited((agent_fd,))
         try:
             posix.redirect_output(spec.log)
-        except OSError as error:  # its output, above all its last lines, must not be lost
+        except OSError as error:  # keep the present output, as last lines must not be lost
             print(f"{spec.log.name} is here: {error}", file=sys.stderr, flush=True)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        posix.answer_asks()
+        posix.enable_stack_dumps()
         place = spec.place
         set_process_name(f"dp-n{place.node}s{place.local_rank}.{place.incarnation}")
         os.chdir(spec.directory)
         os.environ.clear()
         os.environ.update(spec.environment)
-        posix.forget_variable(SECRET_VARIABLE)  # neither it nor its children need the secret
+        posix.forget_variable(SECRET_VARIABLE)  # the member and its children do not need it
         place.enter(agent_fd)
         failpoints.load()
         failpoints.set_context(
@@ -104,7 +104,7 @@ def _run(command: Sequence[str]) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:
-        # The traceback omits our frames and those of runpy below the user's code.
+        # Omit the frames of this package and of runpy, which are below those of the user's code.
         kind, error, trace = sys.exc_info()
         while trace is not None and "runpy" not in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
@@ -121,7 +121,7 @@ def leave(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            pass  # disk full or closed by the user's code; the exit status still counts
+            pass  # the disk is full, or the user's code has closed the stream
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             print(f"thread {thread.name} was still running at the end", file=sys.stderr)

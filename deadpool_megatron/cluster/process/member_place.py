@@ -15,9 +15,10 @@ VARIABLE = "DEADPOOL_MEMBER"
 
 @dataclass(frozen=True)
 class MemberPlace(Coded):
-    """One member's place. ``segments``: the node's shared-memory directory. ``world_size`` is that
-    of the full run; a record has the size of its epoch. ``provisional_role`` is the role that the
-    coordinator expects for this member. ``agent_fd``: the agent's socket, in the member itself.
+    """One member's place. ``segments``: the node's shared-memory directory. ``world_size``: the
+    number of roles at full size; a record has the number of its epoch. ``provisional_role``: the
+    role that the coordinator expects for this member. ``agent_fd``: the socket to the agent, valid
+    in the member itself.
     """
 
     node: int

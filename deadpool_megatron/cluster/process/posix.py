@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: asks a process of ours for its stacks
+#: the signal that asks a process of ours for its stacks
 ASK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 # env_start of /proc/PID/stat, counted from the field after the name
@@ -25,30 +25,30 @@ _ENVIRONMENT_STARTS = 47
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
-# For libraries, logs, listeners, the loop; unauthenticated peers have a quarter of the limit.
+# Open files for libraries, logs, listeners and the loop; unauthenticated peers may use up to a
+# quarter of the limit.
 _OWN_FILES = 256
 
 
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the *thread* that forked it ends.
 
-    ``parent``: pid of the forking process; if it is gone already, this process ends at once.
+    ``parent``: pid of the forking process. If that has ended already, this process ends at once.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def answer_asks() -> None:
-    """Make this process write its stacks to standard error on request, or when it crashes: in C, so
-    that it needs neither the interpreter lock nor a running main thread."""
+def enable_stack_dumps() -> None:
+    """Make this process write its stacks to standard error on request, or when it crashes. C code
+    does that, which needs neither the interpreter lock nor a running main thread."""
     faulthandler.enable(all_threads=False)
     faulthandler.register(ASK_SIGNAL, all_threads=True)
 
 
 def start_time(pid: int) -> int | None:
-    """Return the clock tick of a process's start: with the pid it identifies a process for ever.
-
+    """Return the clock tick of a process's start, which identifies a process together with its pid.
     None when there is no such process.
     """
     fields = _stat(pid)
@@ -56,7 +56,8 @@ def start_time(pid: int) -> int | None:
 
 
 def state_and_cpu_ticks(pid: int) -> tuple[str, int] | None:
-    """Return scheduler state letter and CPU ticks of all threads; None without such a process."""
+    """Return the letter of the scheduler state and the CPU ticks of all threads; None when there is
+    no such process."""
     fields = _stat(pid)
     return None if fields is None else (fields[0], int(fields[11]) + int(fields[12]))
 
@@ -79,43 +80,44 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a process; do nothing if it is gone."""
+    """Signal a process; do nothing if it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group; do nothing if it is gone."""
+    """Kill a process group; do nothing if it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
-def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
-    """Wait until processes that are not our children have ended; return those that are left."""
+def wait_ended(pids: Iterable[int], deadline_seconds: float) -> list[int]:
+    """Wait until processes that are not our children have ended; return the pids of live
+    processes after the deadline."""
     limit = time.monotonic() + deadline_seconds
-    left = []
+    alive = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(pid)
             poller = select.poll()
             poller.register(handle, select.POLLIN)
             if not poller.poll(max(0.0, limit - time.monotonic()) * 1000):
-                left.append(pid)
+                alive.append(pid)
             os.close(handle)
-    return left
+    return alive
 
 
 class Orphans:
-    """Orphans that this process inherits when it is PID 1 of a container, such as workers of killed
-    members. Otherwise there are none."""
+    """Orphans, such as workers of killed members, which this process inherits if it is PID 1 of a
+    container."""
 
     def __init__(self) -> None:
         self._ended: set[int] = set()
         self._look_at = 0.0
 
     def reap(self) -> None:
-        """Reap the orphans that had already ended at the last call, some seconds ago: children that
-        our own code started are reaped long before. The caller repeats this often."""
+        """Reap the zombies that were zombies already some seconds ago: children that our own code
+        has started are reaped much sooner. The caller repeats this often."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -131,17 +133,17 @@ class Orphans:
 
 
 def close_inherited(keep: Iterable[int]) -> None:
-    """Close every file descriptor but 0, 1, 2 and ``keep``."""
-    kept = {0, 1, 2, *keep}
+    """Close every file descriptor except 0, 1, 2 and ``keep``."""
+    numbers = {0, 1, 2, *keep}
     for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        if int(name) not in numbers:
+            with contextlib.suppress(OSError):  # the descriptor of the listing is closed already
                 os.close(int(name))
 
 
 def forget_variable(name: str) -> None:
-    """Remove a variable from the environment, and from /proc/PID/environ, which shows the block
-    with which the process, or the process that forked it, was started."""
+    """Remove a variable from the environment, and overwrite its value in /proc/PID/environ, which
+    shows the environment with which the process, or the process that forked it, was started."""
     os.environ.pop(name, None)
     block = Path("/proc/self/environ").read_bytes()
     found = re.search(rb"(?:^|\0)%b=([^\0]+)" % name.encode(), block)
@@ -168,7 +170,8 @@ def thread_count() -> int:
 
 
 def processes_with_environment(name: str, value: str) -> Iterator[int]:
-    """Yield own processes *started* (exec) with ``name=value``; a fork shows its parent's."""
+    """Yield the user's processes that were *started* (by exec) with ``name=value``. A forked
+    process counts as started with the environment of its parent."""
     wanted = f"{name}={value}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -176,14 +179,14 @@ def processes_with_environment(name: str, value: str) -> Iterator[int]:
         try:
             block = (entry / "environ").read_bytes()
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
         if wanted in block.split(b"\0"):
             yield int(entry.name)
 
 
 def needed_by_coordinator(nodes: int) -> int:
-    """Return how many open files a coordinator of ``nodes`` (spares included) needs: two
-    connections of each agent while one replaces the other, and another one being accepted.
+    """Return how many open files a coordinator of ``nodes`` (spares included) needs. An agent may
+    have three connections: while two of them replace each other, a third is being accepted.
     """
     return _OWN_FILES + 3 * nodes
 
@@ -198,7 +201,7 @@ def needed_by_agent(nodes: int, nproc: int) -> int:
 def raise_limit(needed: int) -> str:
     """Raise the soft limit of open files to ``needed``, for this process and its children.
 
-    Returns one line of advice when that is not possible, else an empty string.
+    Returns a line of advice when that is not possible, else an empty string.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -2,9 +2,10 @@
 
 A source file is noted at the moment of its import, so that a process that is forked later knows the
 version that it has, even if the file has changed since. Data is identified by size and times, and
-not read; packages and environment variables are compared in the check of nodes. A fact is a name
-and some words. The facts of one start of a run lie in a folder of its run directory, in numbered
-files: each is written once, by the first process that has loaded something new, and never changes.
+not read. Packages and environment variables are compared in the check of nodes. A fact is a name
+with a list of values. The facts of one start of a run lie in a folder of its run directory, in
+numbered files. A file is written once, by the first process with facts that are new, and never
+changes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 
-#: in a run directory: has a folder for each start, named by the newest epoch before it
+#: this folder of a run directory has a folder for each start, named by the newest epoch before it
 FOLDER = "program"
-# The start of another run, which this run continues.
+# The number that stands for the newest start of another run, which this run continues.
 _BEFORE = -1
 _SHOWN_CHANGES = 3
 _STANDARD = re.escape(sysconfig.get_path("stdlib"))
@@ -37,25 +38,26 @@ Facts = dict[str, list[str]]
 
 
 class OtherProgram(BaseException):
-    """A program that differs from that of the run; the message is one line. It is no Exception,
-    because code that tries an import may catch any."""
+    """A program that differs from that of the run; the message is one line. It is a BaseException,
+    because code that tries an import may catch any Exception."""
 
 
 class LoadedProgram:
-    """The program of this process. ``facts`` by name. ``ended_epoch``: the newest epoch of earlier
-    starts; a record up to it belongs to another start. Imports may come from any thread, calls from
-    one thread."""
+    """The program of this process. ``facts``: name -> values. ``ended_epoch``: the newest epoch of
+    earlier starts; a record up to that epoch belongs to another start. Any thread may import, but
+    only one thread may call the methods."""
 
     def __init__(self) -> None:
         self.facts: Facts = {}
         self.ended_epoch = 0
-        self._places: dict[str, str] = {}
-        self._folder: Path | None = None  # None: nothing to compare with yet
-        self._known: Facts = {}
+        self._places: dict[str, str] = {}  # name of a fact -> path of its source file
+        self._folder: Path | None = None  # None: there are no facts to compare with yet
+        self._known: Facts = {}  # the facts of the run
         self._files_read = 0
 
     def watch_imports(self) -> None:
-        """Note the source files that are already imported, and from now on each at its import."""
+        """Note the source files that are already imported, and from now on each file at its
+        import."""
         load: Any = SourceFileLoader.get_code
         if load.__name__ == "load_noted":
             return
@@ -80,30 +82,32 @@ class LoadedProgram:
                 self.facts[name], self._places[name] = [f"sha256={digest[:16]}"], path
 
     def note_arguments(self, values: Mapping[str, Any], of_a_process: Iterable[str] = ()) -> None:
-        """Note parsed arguments with plain values, except those ``of_a_process``, which differ. The
-        first call counts: a process has one command line, and other parsers know less of it."""
+        """Note the parsed arguments with plain values, except for the names ``of_a_process``, whose
+        values differ between processes. Only the first call counts: a process has one command line,
+        and later parsers know fewer of its arguments."""
         names = sorted(values.keys() - set(of_a_process))
         plain = [f"{name}={values[name]}" for name in names if _is_plain(values[name])]
         self.facts.setdefault("arguments", plain)
 
     def note_data(self, paths: Iterable[Path]) -> None:
-        """Note the identity of these files, or of the files in a folder; none is read."""
+        """Note the identity of these files, and of the files in these folders, without reading
+        them."""
         inside = (path.iterdir() if path.is_dir() else [path] for path in paths)
         for path in filter(Path.is_file, itertools.chain(*inside)):
-            found = path.stat()
+            status = path.stat()
             values = [
-                f"size={found.st_size}",
-                f"mtime={found.st_mtime_ns}",
-                f"inode={found.st_ino}",
+                f"size={status.st_size}",
+                f"mtime={status.st_mtime_ns}",
+                f"inode={status.st_ino}",
             ]
             self.facts[f"file {path} on {socket.gethostname()}"] = values
-            # Hosts may have separate copies.
+            # Hosts may have separate copies, with times of their own.
             self.facts[f"file {path}"] = values[: 2 if file_systems.is_shared(path) else 1]
 
     def agree(self, run: Path, start: int) -> str:
-        """Compare with the processes of this start of the run, and add the new facts to its files.
-        Return one line on the changes since the previous start if this process is the first, else
-        an empty string.
+        """Compare with the processes of this start of the run, and write the new facts to a file.
+        If this process is the first, return a line on the changes since the previous start; else
+        return an empty string.
 
         Raises OtherProgram, OSError, and ValueError for a damaged file.
         """
@@ -118,7 +122,7 @@ class LoadedProgram:
                 break
         if self._known:
             return ""
-        # A script may also be a module.
+        # A file may be listed twice, as a script and as a module.
         changes = [*dict.fromkeys(self._differences(_newest(run, start), "before"))]
         text = "; ".join(changes[:_SHOWN_CHANGES])
         return f"changed since the start before ({len(changes)}): {text}" if changes else ""
@@ -135,7 +139,7 @@ class LoadedProgram:
 
     def check_after_failure(self, run: Path) -> None:
         """Compare with the newest start of a run, because this process may have failed before it
-        met the others. Raises as :meth:`agree` does."""
+        was compared with the others. Raises as :meth:`agree` does."""
         newest = max(_starts(run), default=_BEFORE)
         if self._folder is None and newest >= self.ended_epoch:
             self._enter(run, newest)
@@ -147,7 +151,7 @@ class LoadedProgram:
         return folder
 
     def _differences(self, known: Facts, where: str) -> Iterator[str]:
-        """Yield a line for each fact that differs here."""
+        """Yield a line for each fact whose values differ from ``known``."""
         for name in sorted(dict(self.facts).keys() & known.keys()):
             own, others = self.facts[name], known[name]
             if own != others:
@@ -165,8 +169,8 @@ def inherit_program(old: Path, new: Path) -> None:
 def _newest(run: Path, before: float = math.inf) -> Facts:
     """Return the facts of the newest start before the start ``before``."""
     start = max((number for number in _starts(run) if number < before), default=_BEFORE)
-    found = sorted((run / FOLDER / str(start)).glob("*.json"))
-    return {name: values for path in found for name, values in _read(path).items()}
+    paths = sorted((run / FOLDER / str(start)).glob("*.json"))
+    return {name: values for path in paths for name, values in _read(path).items()}
 
 
 def _starts(run: Path) -> list[int]:
@@ -174,8 +178,8 @@ def _starts(run: Path) -> list[int]:
 
 
 def _read(path: Path) -> Facts:
-    found: Facts = json.loads(path.read_text())
-    return found
+    facts: Facts = json.loads(path.read_text())
+    return facts
 
 
 def _is_plain(value: Any) -> bool:

@@ -184,7 +184,7 @@ def end_processes(pids: list[int]) -> None:
         posix.kill(pid)
         if leads:
             posix.kill_group(pid)
-    posix.wait_gone(pids, _GONE_SECONDS)
+    posix.wait_ended(pids, _GONE_SECONDS)
 
 
 def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:

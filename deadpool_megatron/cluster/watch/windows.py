@@ -8,7 +8,7 @@ because they have the same work, while stages of a pipeline do not.
 Training waits at the commit gate only if copies take longer than the iterations between two due
 generations (and the lag is used up). Then each due generation takes as long as its copies, and the
 smallest cadence that fits follows from that time and the time of an iteration without waiting. If
-nothing waits, the time of the copies is unknown, and the vaults' figures for shipping are used.
+training does not wait, the time of the copies is unknown, and the vaults' figures are used.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from dataclasses import dataclass
 
 from deadpool_megatron.settings import LONGEST_CADENCE
 
-# For slow nodes: a verdict needs many short windows in a row, because a slow node is slow in each
-# of them. A pause of any length (a garbage collection, a file system) spoils a single window.
+# A verdict on a slow node needs many short windows in a row, because a slow node is slow in each of
+# them, while a pause of any length (a garbage collection, a file system) affects a single window.
 WINDOW_ITERATIONS = 4
 WINDOWS = 6
 # A slow node takes more than this many times as long as its peers.
 SLOW_FACTOR = 1.3
 # Differences below this are noise of the clock and of the scheduler.
 _MIN_SECONDS = 0.005
-# For the cadence: a verdict needs both, because a page fault or a slow moment of the network is no
+# A verdict on the cadence needs both, because a page fault or a slow moment of the network is no
 # reason for a new epoch.
 MIN_ITERATIONS = 50
 MIN_SECONDS = 30.0
-# Number of stretches without waits in a row before protection becomes denser again.
+# This many stretches in a row must be nearly without waits before the cadence is lowered again.
 CALM_STRETCHES = 10
-_TOO_MUCH = 0.05  # share of the time in which training waits
-_CALM = 0.01
+# The cadence is raised if training waits for more than this share of the time.
+_MAX_SHARE = 0.05
+# A stretch is nearly without waits if training waits for less than this share of the time.
+_CALM_SHARE = 0.01
 # Margin that is left when the cadence is raised, and that must exist before it is lowered.
 _MARGIN_UP = 1.1
 _MARGIN_DOWN = 1.6
@@ -43,8 +45,8 @@ _MARGIN_DOWN = 1.6
 
 @dataclass(frozen=True)
 class OwnTime:
-    """Time that a role has spent without waiting since its epoch began: the finished iterations and
-    their total seconds."""
+    """The finished iterations of a role since its epoch began, and their total seconds without the
+    time in which the role waited for others."""
 
     iterations: int
     seconds: float
@@ -61,8 +63,9 @@ class ComparedRole:
 
 @dataclass(frozen=True)
 class Slowness:
-    """Verdict that a node has become slow, or (``over``) is no longer slow. Per iteration:
-    ``seconds`` of its slowest role; ``peer_seconds``: the median of its peers on other nodes."""
+    """The verdict that a node has become slow, or (``over``) is no longer slow. ``seconds``: the
+    time of its slowest role in an iteration; ``peer_seconds``: the median of that role's peers on
+    other nodes."""
 
     node: int
     role: int
@@ -83,13 +86,13 @@ class SlownessWatch:
         self._factor = factor
         self._epoch = 0
         self._began: dict[int, OwnTime] = {}
-        self._suspected: dict[int, int] = {}
+        self._slow_windows: dict[int, int] = {}  # node -> slow windows in a row
         # The verdicts on nodes that are slow now.
         self.slow: dict[int, Slowness] = {}
 
     def look(self, epoch: int, compared: Mapping[int, ComparedRole]) -> list[Slowness]:
-        """Return the changed verdicts, given all roles of the open epoch; none until a window is
-        full."""
+        """Return the new verdicts, given all roles of the open epoch. There are none until a window
+        is full."""
         if epoch != self._epoch or self._began.keys() != compared.keys():
             self._epoch = epoch
             self._begin(compared)
@@ -110,19 +113,19 @@ class SlownessWatch:
 
     def _judge(self, worst: Mapping[int, Slowness]) -> list[Slowness]:
         changed: list[Slowness] = []
-        for node, found in sorted(worst.items()):
-            behind = found.seconds - found.peer_seconds
-            if behind < _MIN_SECONDS or found.factor <= self._factor:
-                self._suspected.pop(node, None)
+        for node, new in sorted(worst.items()):
+            excess = new.seconds - new.peer_seconds
+            if excess < _MIN_SECONDS or new.factor <= self._factor:
+                self._slow_windows.pop(node, None)
                 if self.slow.pop(node, None) is not None:
-                    over = Slowness(node, found.role, found.seconds, found.peer_seconds, over=True)
+                    over = Slowness(node, new.role, new.seconds, new.peer_seconds, over=True)
                     changed.append(over)
                 continue
-            self._suspected[node] = self._suspected.get(node, 0) + 1
-            if self._suspected[node] >= WINDOWS:
+            self._slow_windows[node] = self._slow_windows.get(node, 0) + 1
+            if self._slow_windows[node] >= WINDOWS:
                 if node not in self.slow:
-                    changed.append(found)
-                self.slow[node] = found
+                    changed.append(new)
+                self.slow[node] = new
         return changed
 
 
@@ -139,24 +142,25 @@ def _worst_of_nodes(
         groups.setdefault(entry.peers, []).append(role)
     worst: dict[int, Slowness] = {}
     for roles in groups.values():
-        medians: dict[int, float] = {}  # over the roles of all other nodes; one pass for each
+        medians: dict[int, float] = {}  # node -> median of the roles on all other nodes
         for role in roles:
             node = compared[role].node
             if node not in medians:
                 others = [per_iteration[peer] for peer in roles if compared[peer].node != node]
                 medians[node] = statistics.median(others) if others else math.inf
-            found = Slowness(node, role, per_iteration[role], medians[node])
-            if node not in worst or found.factor > worst[node].factor:
-                worst[node] = found
-    return {node: found for node, found in worst.items() if found.peer_seconds < math.inf}
+            verdict = Slowness(node, role, per_iteration[role], medians[node])
+            if node not in worst or verdict.factor > worst[node].factor:
+                worst[node] = verdict
+    return {node: verdict for node, verdict in worst.items() if verdict.peer_seconds < math.inf}
 
 
 @dataclass(frozen=True)
 class Stretch:
     """Measurements over some iterations of one epoch.
 
-    ``stall_seconds``: time that training waited for protection. ``ship_seconds``: time that the
-    slowest role needs for a generation, and ``window_seconds``: time that it has; 0 if unknown.
+    ``stall_seconds``: how long training waited for protection. ``ship_seconds``: how long the
+    slowest role takes to ship a generation, and ``window_seconds``: how long it may take; 0 if
+    unknown.
     """
 
     iterations: int
@@ -182,18 +186,19 @@ class Stretch:
 
 
 def next_cadence(every: int, stretch: Stretch, calm: int) -> int:
-    """Return the cadence to continue with. ``calm``: number of stretches without waits in a row,
-    including ``stretch``."""
+    """Return the cadence to continue with. ``calm``: number of stretches in a row that were nearly
+    without waits, including ``stretch``."""
     if not stretch.is_long:
         return every
-    if stretch.share > _TOO_MUCH:
-        # Copies were in progress all that time, so it is their duration, with all overheads.
+    if stretch.share > _MAX_SHARE:
+        # Copies were in progress all the time, so the time between two due generations is their
+        # duration, with all overheads.
         commit = stretch.seconds / stretch.iterations * every
         needed = math.ceil(commit * _MARGIN_UP / stretch.step_seconds)
         return min(LONGEST_CADENCE, max(needed, every + 1))
     if calm >= CALM_STRETCHES and stretch.ship_seconds and stretch.window_seconds:
-        # The vault's window ends at a gate's request, so it leaves out the end of a step; but the
-        # smaller of the two figures counts.
+        # The smaller figure counts. The vault's window ends when the gate asks for the generation,
+        # so it does not include the end of a step.
         window = min(stretch.window_seconds / every, stretch.step_seconds)
         return min(every, max(1, math.ceil(stretch.ship_seconds * _MARGIN_DOWN / window)))
     return every
@@ -206,7 +211,8 @@ def cadence_reason(stretch: Stretch) -> str:
 
 
 class StretchMeter:
-    """Meter of consecutive stretches from the reports of an epoch. Not thread-safe."""
+    """Meter of consecutive stretches, from the reports of an epoch. ``calm``: the stretches in a
+    row that were nearly without waits. Not thread-safe."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -214,7 +220,8 @@ class StretchMeter:
         self._first: tuple[int, float] | None = None
         self._last = (0, 0.0)
         self._waits: dict[int, float] = {}
-        self._fits: dict[int, tuple[int, float, float]] = {}
+        # Role -> number of shipments, and sums of their times and windows.
+        self._shipments: dict[int, tuple[int, float, float]] = {}
         self.calm = 0
         self.step_seconds: float | None = None
 
@@ -240,28 +247,29 @@ class StretchMeter:
     def shipped(self, epoch: int, role: int, ship_seconds: float, window_seconds: float) -> None:
         """Note the time for shipping a committed generation of a role, and its window."""
         if epoch == self._epoch and self._first is not None:
-            count, ship, window = self._fits.get(role, (0, 0.0, 0.0))
-            self._fits[role] = count + 1, ship + ship_seconds, window + window_seconds
+            count, ship, window = self._shipments.get(role, (0, 0.0, 0.0))
+            self._shipments[role] = count + 1, ship + ship_seconds, window + window_seconds
 
     def stretch(self) -> Stretch:
         """Return the measurements since the present stretch began."""
         if self._first is None:
             return Stretch(0, 0.0)
         iterations, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        means = [(ship / n, window / n) for n, ship, window in self._fits.values()]
+        means = [(ship / n, window / n) for n, ship, window in self._shipments.values()]
         ship, window = max(means, default=(0.0, 0.0))
         return Stretch(iterations, seconds, sum(self._waits.values()), ship, window)
 
     def look(self, every: int) -> tuple[int, Stretch]:
-        """Return the cadence to continue with and its stretch; a long enough stretch then ends."""
+        """Return the cadence to continue with, and the stretch that shows it. If the stretch is
+        long enough for a verdict, begin the next stretch."""
         stretch = self.stretch()
         if not stretch.is_long:
             return every, stretch
-        self.calm = self.calm + 1 if stretch.share < _CALM else 0
+        self.calm = self.calm + 1 if stretch.share < _CALM_SHARE else 0
         self._begin(self._last)
         return next_cadence(every, stretch, self.calm), stretch
 
     def _begin(self, first: tuple[int, float] | None) -> None:
         self._first = first
         self._last = first or (0, 0.0)
-        self._waits, self._fits = {}, {}
+        self._waits, self._shipments = {}, {}

@@ -25,7 +25,7 @@ def innermost():
 def outer():
     innermost()
 
-posix.answer_asks()
+posix.enable_stack_dumps()
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 outer()
 """

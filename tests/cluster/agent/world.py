@@ -312,7 +312,7 @@ class World:
         }
         self.note(f"{path.name} has {shown} {sorted(started)}" if text else f"{path.name} is gone")
 
-    def log_is_over(self, log: Path) -> None:
+    def finish_log(self, log: Path) -> None:
         self.note(f"{log.name} is over")
 
     async def close(self, limit_seconds: float) -> None:

@@ -59,7 +59,7 @@ class PeerPrinter:
             raise ValueError("it fails at a join")
         print(f"node {peer.node} joined{' again' if again else ''}; {self.peers.current_agent}")
         if message.get("is_in", True):
-            self.peers.welcome(peer, {"t": "welcome", "seen": self.peers.taken(peer)})
+            self.peers.welcome(peer, {"t": "welcome", "seen": self.peers.newest_report(peer)})
 
     def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         if self.fails == message["value"]:

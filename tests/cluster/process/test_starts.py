@@ -269,7 +269,7 @@ async def test_failed_fork_is_reported_and_closes_everything(tmp_path, monkeypat
             with pytest.raises(BlockingIOError):
                 await asked
         monkeypatch.setattr(subprocess, "Popen", Short(1))
-        starter._forks = False
+        starter._can_fork = False
         with pytest.raises(BlockingIOError):
             starter.prepare(0)
         assert set(Path("/proc/self/fd").iterdir()) <= before
