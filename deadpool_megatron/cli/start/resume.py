@@ -105,7 +105,7 @@ def resume_point(
     ):
         where = f"{dump.generation.lineage}:{dump.generation.iteration} in the dump {dump.path}"
         print(f"continues from generation {where}{text and f'; {text}'}", flush=True)
-        return [run_files.identified(dump), *durable], known[0]
+        return [run_files.with_identity(dump), *durable], known[0]
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     choice = f"continues from the {kind} {durable[0].path} of iteration"
     if durable[0].kind == "initial":
@@ -186,7 +186,7 @@ def saved_states(
             problems.append(problem)
         else:
             good.append(state)
-    saved = [run_files.identified(state) for state in good if state.kind != "initial"]
+    saved = [run_files.with_identity(state) for state in good if state.kind != "initial"]
     return saved or good[:1], problems
 
 

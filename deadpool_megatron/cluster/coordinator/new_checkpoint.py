@@ -263,7 +263,7 @@ class NewCheckpoint:
         """Enter the checkpoint into ``latest.json``, from whose first usable entry the next start
         continues; return the entry. ``replaces_same``: it precedes those of the same iteration."""
         self.run.check_own()
-        restore, latest = run_files.identified(self.restore), self.run.latest
+        restore, latest = run_files.with_identity(self.restore), self.run.latest
         min_iteration = restore.generation.iteration + int(replaces_same)
         with _latest_lock:
             valid = run_files.still_valid(latest, restore)

@@ -97,7 +97,7 @@ class StoreHub(ABC, Generic[Client]):
             self._due.clear()
 
     def put(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Take values, and return the values that are new. Raises ValueError for too many values."""
+        """Take values, and return the values that are new. Raises ValueError for too many."""
         new = {}
         for key, value in values.items():
             name = folder_of(key)

@@ -1,7 +1,7 @@
 """The file of bad nodes next to the runs: hosts that runs have quarantined, with time and reason.
 
-It belongs to no single run: each run in the same directory adds to it, and later runs leave these
-hosts out, either at submission or through each agent, which reports this when it joins.
+All runs in a directory share the file: each run may add hosts, and later runs exclude these hosts,
+either at submission or when their agents join, which report the reason for the exclusion.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from deadpool_megatron import file_systems, ownership
 from deadpool_megatron.cluster.run_directory.directory import write_json
 
-# Names end up in the options of other programs.
+# The names become options of other programs.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 RECENT_HOURS = 72.0
 # If many nodes are quarantined by mistake, enough nodes must remain for training.
 MAX_EXCLUDED = 8
-_MAX_KEPT = 1000
+_MAX_ENTRIES = 1000
 _LOCK_SECONDS = 10.0
 _MAX_EVIDENCE_CHARACTERS = 500
 _LATEST_SECONDS = 1e11  # in some thousand years
@@ -34,8 +34,8 @@ _LATEST_SECONDS = 1e11  # in some thousand years
 
 @dataclass(frozen=True)
 class BadNode:
-    """A host that a run has quarantined. ``kind``: of failure; ``evidence``: one line. ``alone``:
-    no other node of that run was on the host, so the entry applies to the host.
+    """A host that a run has quarantined. ``kind``: the kind of failure; ``evidence``: one line.
+    ``alone``: no other node of that run was on the host, so the whole host is excluded.
     """
 
     host: str
@@ -53,7 +53,7 @@ class BadNode:
         kind, run, evidence = (str(values[name]) for name in ("kind", "run", "evidence"))
         shown = "".join(c if c.isprintable() else "?" for c in evidence)
         when = values["wall_seconds"]
-        # Any other time could not be displayed, or would never expire.
+        # A time outside this range could not be displayed, or would never expire.
         if not isinstance(when, int | float) or not 0 <= when < _LATEST_SECONDS:
             raise ValueError(f"{str(when)[:30]} is no time")
         alone = bool(values.get("alone", True))
@@ -61,15 +61,15 @@ class BadNode:
 
 
 def bad_nodes_file(runs: Path) -> Path:
-    """Return the path of the file in the directory that holds the runs."""
+    """Return the path of the file in the directory of the runs."""
     return runs / "bad-nodes.json"
 
 
 def read_bad_nodes(runs: Path) -> list[BadNode]:
     """Return the bad nodes, oldest first; none where there is no file.
 
-    Raises OwnershipError when others could have written it, OSError, or ValueError for a damaged
-    file.
+    Raises OwnershipError when other users could have written the file, OSError, or ValueError for a
+    damaged file.
     """
     ownership.check_directory(runs)
     try:
@@ -101,17 +101,17 @@ def forget_host(runs: Path, host: str) -> int:
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
-        kept = [node for node in known if node.host != host]
-        if len(kept) < len(known):
-            _write(runs, kept)
-        return len(known) - len(kept)
+        others = [node for node in known if node.host != host]
+        if len(others) < len(known):
+            _write(runs, others)
+        return len(known) - len(others)
 
 
 def exclusion_reason(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:
-    """Return why a run leaves this host out, with the remedy; empty where it does not.
+    """Return why a run excludes this host, with the remedy; empty where it does not.
 
-    The newest entry of another run decides, because a run knows better about its own quarantine.
-    Raises as :func:`read_bad_nodes` does.
+    Only entries of other runs count, because the run itself knows its own quarantines. The newest
+    entry is named. Raises as :func:`read_bad_nodes` does.
     """
     since = now_wall_seconds - RECENT_HOURS * 3600
     known = [node for node in read_bad_nodes(runs) if node.alone and node.run != run_id]
@@ -126,8 +126,8 @@ def exclusion_reason(runs: Path, host: str, run_id: str, now_wall_seconds: float
 
 
 def noted_against(host: str, runs: Path, run_id: str) -> str:
-    """Return why the run leaves this host out now. A file that cannot be trusted leaves no host
-    out, with a line on standard error.
+    """Return why the run excludes this host now, or an empty text. A file that cannot be trusted
+    excludes no host, and a line on standard error reports that.
     """
     if not bad_nodes_file(runs).exists():
         return ""
@@ -152,7 +152,7 @@ def _locked(runs: Path) -> Iterator[None]:
     try:
         try:
             file_systems.lock(lock, bad_nodes_file(runs), _LOCK_SECONDS)
-        except BlockingIOError as error:  # a stopped process holds it, or storage hangs
+        except BlockingIOError as error:  # a stopped process holds the lock, or storage hangs
             text = f"another run has been writing it for {_LOCK_SECONDS:g} s"
             raise OSError(errno.ETIMEDOUT, text, str(bad_nodes_file(runs))) from error
         yield
@@ -161,5 +161,5 @@ def _locked(runs: Path) -> Iterator[None]:
 
 
 def _write(runs: Path, bad: Sequence[BadNode]) -> None:
-    values = {"nodes": [asdict(node) for node in bad[-_MAX_KEPT:]]}
+    values = {"nodes": [asdict(node) for node in bad[-_MAX_ENTRIES:]]}
     write_json(bad_nodes_file(runs), values, lasting=True)

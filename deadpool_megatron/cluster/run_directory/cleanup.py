@@ -1,8 +1,8 @@
 """Processes and shared memory that a run may leave on this host, and their removal.
 
-A process belongs to a run when its environment *at exec* names the run (vaults, coordinator,
-exec-started members) or when a node's listing names it with its start time (forked agents and
-members show their launcher's environment). A pid alone is never enough: pids are reused.
+A process belongs to a run if its environment *at exec* names the run (vaults, the coordinator,
+members started by exec), or if a node's listing names it with its start time (forked agents and
+members show the environment of their launcher). A pid alone is never enough: pids are reused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deadpool_megatron.file_systems import write_once
 
 _PREFIX = "deadpool-"
 _OWNER = "owner.json"
-_GONE_SECONDS = 5.0
+_END_SECONDS = 5.0
 _HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
 
 
@@ -47,26 +47,26 @@ def owner_file(run_id: str) -> Path:
 
 
 def claim_segments(run: RunDirectory, run_id: str) -> int:
-    """Make the run's shared-memory directory and record its owner, for a later clean-up.
+    """Create the run's shared-memory directory and record its owner, for a later clean-up.
 
     Returns a descriptor; until it is closed :func:`is_held` is true on this host. An agent needs
     that while it joins again under another number: no listing names it, but its slots are in use.
-    Raises OwnershipError when another user makes a directory of this name meanwhile.
+    Raises OwnershipError if another user creates a directory of this name at the same time.
     """
     ownership.make_private(run_files.segment_root(run_id))
     owner = owner_file(run_id)
     text = json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
-    # The file appears whole, and stays the same for all holders, unless the run has moved.
+    # The file appears complete, and all holders use the same file, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
         run_files.write_json(owner, json.loads(text))
-    held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
+    handle = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
     for _ in range(_HOLD_TRIES):
         try:
-            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             break
         except BlockingIOError:  # is_held() is testing the lock now
             time.sleep(_HOLD_PAUSE_SECONDS)
-    return held
+    return handle
 
 
 def is_held(run_id: str) -> bool:
@@ -106,64 +106,65 @@ def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) 
 
 
 def remove_segments(directory: Path) -> None:
-    """Remove a node's directory, and the directory of the run if that was its last node on this
+    """Remove a node's directory, and the run's directory if that was the run's last node on this
     host."""
     shutil.rmtree(directory, ignore_errors=True)
     root = directory.parent
     try:
         is_last = all(entry.name == _OWNER for entry in root.iterdir())
     except FileNotFoundError:
-        return  # another node of the run, the last on this host, has removed it
+        return  # another node of the run has removed the directory
     if is_last:
         shutil.rmtree(root, ignore_errors=True)
 
 
 def run_processes(run: RunDirectory, run_id: str) -> list[int]:
     """Return the live processes of the run on this host, except the calling process."""
-    found = {*posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id)}
+    pids = {*posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id)}
     for listing in run.node_listings().values():
-        found |= set(_listed(listing))
-    found |= set(coordinator_processes(run))
-    return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
+        pids |= set(_pids_in(listing))
+    pids |= set(coordinator_processes(run))
+    return sorted(pid for pid in pids - {os.getpid()} if posix.is_alive(pid))
 
 
 def working_processes(run: RunDirectory, run_id: str) -> list[int]:
-    """Return the live processes of the run on this host, except vaults, which outlive the others
-    for a while."""
-    found = []
+    """Return the live processes of the run on this host, except vaults, which outlive the other
+    processes for a while."""
+    pids = []
     for pid in run_processes(run, run_id):
         with contextlib.suppress(OSError):  # the process has just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found += [] if b"deadpool_megatron.vault" in command else [pid]
-    return found
+            pids += [] if b"deadpool_megatron.vault" in command else [pid]
+    return pids
 
 
 def coordinator_processes(run: RunDirectory) -> list[int]:
     """Return the listed coordinator process, if it is alive on this host."""
-    return _listed_in(run, run.coordinator)
+    return _pids_in_file(run, run.coordinator)
 
 
 def node_processes(run: RunDirectory, node: int) -> list[int]:
     """Return the live processes of a node, from its listing."""
-    return _listed_in(run, run.node(node))
+    return _pids_in_file(run, run.node(node))
 
 
-def _listed_in(run: RunDirectory, path: Path) -> list[int]:
+def _pids_in_file(run: RunDirectory, path: Path) -> list[int]:
     try:
         run.check_own()
-        return _listed(run_files.read_json(path))
+        return _pids_in(run_files.read_json(path))
     except (OSError, ValueError, TypeError, AttributeError):
         return []  # there is no listing, or another version has written it
 
 
 def is_here(listing: Mapping[str, Any]) -> bool:
     """Return whether a listing was written by an agent of this host."""
-    here = socket.gethostname()
-    return bool(listing.get("hostname", here) == here)
+    own = socket.gethostname()
+    return bool(listing.get("hostname", own) == own)
 
 
-def _listed(listing: dict[str, Any]) -> list[int]:
-    """Return the live processes of this host's listing; pids of other hosts mean nothing here."""
+def _pids_in(listing: dict[str, Any]) -> list[int]:
+    """Return the live processes of a listing; none for a listing of another host, whose pids mean
+    nothing here."""
     if not is_here(listing):
         return []
     started = listing.get("started", {})
@@ -175,7 +176,7 @@ def _listed(listing: dict[str, Any]) -> list[int]:
 
 
 def end_processes(pids: list[int]) -> None:
-    """Kill each process with its group (if it leads one) and wait until they are gone."""
+    """Kill each process, with its group if it leads a group, and wait until they have ended."""
     for pid in pids:
         try:
             leads = os.getpgid(pid) == pid
@@ -184,11 +185,12 @@ def end_processes(pids: list[int]) -> None:
         posix.kill(pid)
         if leads:
             posix.kill_group(pid)
-    posix.wait_ended(pids, _GONE_SECONDS)
+    posix.wait_ended(pids, _END_SECONDS)
 
 
 def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:
-    """Remove all that a dead agent's node has left, as if its host had been switched off."""
+    """Remove the processes and the memory of a dead agent's node, as if its host had been switched
+    off. ``keep_slots``: remove only the processes."""
     pids = node_processes(run, node)
     end_processes(pids)
     copy_logs(run, run.segments(run_id, node))
@@ -199,8 +201,8 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
 
 
 def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cleaned:
-    """Kill every process of the run on this host, and remove its shared memory unless that is kept
-    for a restart. Nodes of other hosts, which may be alive, stay listed."""
+    """Kill every process of the run on this host. Remove its shared memory too, unless
+    ``keep_slots`` keeps it for a restart. Nodes of other hosts may be alive, and stay listed."""
     pids = run_processes(run, run_id)
     end_processes(pids)
     for directory in node_directories(run_id):
@@ -222,7 +224,7 @@ def node_directories(run_id: str) -> list[Path]:
 def runs_in_memory() -> dict[str, Path | None]:
     """Return this user's runs with shared memory on this host: run id -> run directory (None if it
     is not noted). Directories of other users are skipped."""
-    found: dict[str, Path | None] = {}
+    runs: dict[str, Path | None] = {}
     for root in sorted(run_files.SEGMENT_ROOT.glob(_PREFIX + "*")):
         run_id = root.name.removeprefix(_PREFIX).partition(".")[0]
         if not run_files.RUN_ID.fullmatch(run_id) or not ownership.is_private(root):
@@ -231,17 +233,17 @@ def runs_in_memory() -> dict[str, Path | None]:
             directory = Path(str(run_files.read_json(root / _OWNER)["run_dir"]))
         except (OSError, ValueError, KeyError):
             directory = None
-        found[run_id] = directory
-    return found
+        runs[run_id] = directory
+    return runs
 
 
 def kept_memory(run: RunDirectory, run_id: str) -> str:
-    """Return one line on the run's memory on this host, with the commands to resume or remove it;
-    empty where the run is over, or holds nothing here."""
-    held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
-    if not held or (run.final.exists() and not run_files.slots_are_kept(run)):
+    """Return one line on the run's memory on this host, with the commands to resume or remove it.
+    Return an empty text if the run is over without kept slots, or has no slots here."""
+    nodes = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
+    if not nodes or (run.final.exists() and not run_files.slots_are_kept(run)):
         return ""
-    size, place = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB", str(run.path)
+    size, place = f"{sum(map(_bytes_in, nodes)) / 2**20:.1f} MiB", str(run.path)
     try:
         run.check_own()
     except OSError:
@@ -254,7 +256,7 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
 
 def may_be_alive(run: RunDirectory) -> bool:
     """Return whether an agent may be alive, so that a new coordinator may start: a live agent of
-    this host, or any agent of another host, which cannot be seen from here."""
+    this host, or any agent of another host, of which this host knows nothing."""
     agents = [(listing, listing["agent"]) for listing in run.node_listings().values()]
     if not agents:
         return not run.coordinator.exists() or bool(coordinator_processes(run))
@@ -266,8 +268,8 @@ def may_be_alive(run: RunDirectory) -> bool:
 
 
 def remaining_memory(run: RunDirectory) -> str:
-    """Return a line on what a run holds in this host's memory now, if the run has ended and kept
-    its slots, or was interrupted and has no live process. Empty for any other run."""
+    """Return a line on the memory of a run on this host, if the run has ended and kept its slots,
+    or was interrupted and has no live process. Return an empty text for any other run."""
     if not run_files.slots_are_kept(run) if run.final.exists() else may_be_alive(run):
         return ""
     try:
@@ -278,14 +280,15 @@ def remaining_memory(run: RunDirectory) -> str:
 
 
 def copy_logs(run: RunDirectory, segments: Path) -> None:
-    """Copy the last output of a node, which may be in its memory only."""
+    """Copy the last output of a node, which may be only in the memory of the host."""
     LogCopier(segments / run_files.LOGS, run.logs).copy()
 
 
 def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
+    """Remove directories of this user. Return their bytes and paths."""
     nbytes, removed = 0, []
     for root in roots:
-        # A directory of another user is not ours to remove, and holds nothing of the run.
+        # A directory of another user has nothing of the run in it, and must not be removed.
         if not ownership.is_private(root):
             continue
         nbytes += _bytes_in(root)
@@ -295,8 +298,8 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
 
 
 def _bytes_in(root: Path) -> int:
-    """Return the bytes that the files below ``root`` take; a live node may remove files
-    meanwhile."""
+    """Return the bytes that the files below ``root`` take. A live node may remove files at the same
+    time."""
     nbytes = 0
     for path in root.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,5 +1,5 @@
 """The run directory: the path of each file of a run, safe replacement of small JSON files, the
-checkpoints for the next start, and the names that an order may have written and removed.
+checkpoints for the next start, and the names of files that orders may write and remove.
 
 Layout (contract between all processes of a run)::
 
@@ -7,12 +7,12 @@ Layout (contract between all processes of a run)::
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     saves.json  skeletons/  frozen/  launcher.lock  program/  datasets-ready
 
-``latest.json`` has the valid checkpoints and dumps, the best first. Before any of them is used, a
-check shows that it still exists.
+``latest.json`` has the valid checkpoints and dumps, the best first. Before a checkpoint is used, it
+is checked that it still exists.
 
-Orders are sent under a MAC, but control over one agent or one member must not give control over
-removals on other hosts. So names are checked where an order is carried out: dumps lie in the run
-directory, and files that are removed elsewhere have names that only this run uses.
+Orders are authenticated, but control over one agent or one member must not give the power to
+remove files on other hosts. So names are checked where an order is carried out: dumps lie in the
+run directory, and files that are removed elsewhere have names that only this run uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.wire.forms import read, write
 
-# In the directory of a node in shared memory: the output of its processes, before it is copied.
+# The output of a node's processes, before it is copied: in the node's shared-memory directory.
 LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 RUN_FILE = "run.json"
@@ -49,19 +49,19 @@ ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 EXPORT_PREFIX = ".export-"
-# Made with the directory, before it has a ``run.json``.
+# Created with the directory, before ``run.json``.
 SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
-# Other users may read a run directory, where the umask lets them, but never write to it, because
-# the contents of its files are carried out.
+# Other users may read a run directory, if the umask allows it, but never write to it, because
+# orders and commands are read from its files.
 DIRECTORY_MODE = 0o755
 # Settings may have addresses that contain a password.
 _RUN_MODE = 0o600
 # Entries that ``latest.json`` keeps; older checkpoints remain on disk without an entry.
 _MAX_VALID = 16
 _INDEX = ".metadata"
-# In the directory of checkpoints: the id of the run that has written there last.
+# This file in a directory of checkpoints has the id of the run that has written there last.
 _WRITER = "deadpool-writer"
-# The samples that distinguish checkpoints are few, because a recovery waits for their read.
+# Few samples distinguish checkpoints, because a recovery waits while they are read.
 _SHARDS, _SAMPLES, _SAMPLE_BYTES = 2, 8, 4096
 _EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
 _GENERATION = re.compile(r"\d+-\d+")
@@ -69,7 +69,7 @@ _CHECKPOINT = re.compile(r"iter_\d+")
 
 
 class RunDirectoryError(UserError):
-    """The error of a directory that is no run directory, or is damaged; one clear line."""
+    """The error of a directory that is no run directory, or is damaged; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class RunInfo:
     """Content of ``run.json``: fixed until the run is started again, the same on every node.
 
     ``check_only``: the run ends after the check of its nodes. ``finished``: iterations finished
-    before this start; ``from_scratch``: it may begin again if nothing is left of them.
-    ``restore``: the states to begin from, the best first.
-    ``ended_term`` and ``ended_epoch``: the newest of earlier starts, all of whose processes have
-    ended. ``directory``: the working directory of the start.
+    before this start; ``from_scratch``: the run may begin at iteration 0 if their state is lost.
+    ``restore``: the states to begin from, the best first. ``ended_term`` and ``ended_epoch``: the
+    newest term and epoch of earlier starts, whose processes have all ended. ``directory``: the
+    working directory of the start.
     """
 
     run_id: str
@@ -105,7 +105,7 @@ class RunInfo:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunInfo:
         """Invert :meth:`to_dict`. Raises KeyError, TypeError, ValueError or SettingsError."""
-        if not RUN_ID.fullmatch(str(values["run_id"])):  # it becomes part of a path that is removed
+        if not RUN_ID.fullmatch(str(values["run_id"])):  # part of paths that are removed later
             raise ValueError(f"{values['run_id']!r} is no run id")
         info: RunInfo = read(RunInfo, values)
         return info
@@ -117,15 +117,15 @@ def member_log_name(node: int, local_rank: int, incarnation: int) -> str:
 
 
 class RunDirectory:
-    """Paths and small files of one run; thread-safe. The path is resolved once: a link that changes
-    later does not lead this process to another run. ``run_id``: the run that this process belongs
-    to, set by its own processes; files of another run that has taken over the directory do not
-    count."""
+    """Paths and small files of one run; thread-safe. The path is resolved once, so that a link that
+    changes later does not lead this process to another run. ``run_id``: the run to which this
+    process belongs, set only in processes of the run. They ignore the files of another run that has
+    taken over the directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path = Path(os.path.realpath(path))
         self.run_id = ""
-        self._known: tuple[int, ...] = ()
+        self._checked_mark: tuple[int, ...] = ()
         self.events = path / "events.jsonl"  # the coordinator is the only writer
         self.final = path / "final.json"  # written once, when the run is over
         self.journal = path / "journal"
@@ -134,18 +134,18 @@ class RunDirectory:
         # Generations that vaults write when a run ends for lack of nodes.
         self.dump = path / "dump"
         self.latest = path / "latest.json"  # newest durable checkpoint or dump
-        # Checkpoints written in the background, unless a setting names another directory; and their
-        # list, by which a new checkpoint prunes its predecessors.
+        # Checkpoints written in the background, unless a setting names another directory, and the
+        # list of them, which is needed to prune old checkpoints.
         self.exports = path / "exports"
         self.exported = path / "exported.json"
-        self.templates = path / "skeletons"  # each role's additions to a checkpoint
+        self.templates = path / "skeletons"  # each role's template of a checkpoint
         self.frozen = path / "frozen"  # weights that no iteration changes, if they are large
-        # Names the directory of the program's own saves, from before the first save.
+        # The directory of the program's own saves, noted before the first save.
         self.saves = path / "saves.json"
-        # Every checkpoint that this run has named, and its requester (see durable.py).
+        # Every checkpoint that this run has named, and its requester.
         self.named = path / "named.txt"
-        self.launcher_lock = path / "launcher.lock"  # held by the ``deadpool run`` that uses it
-        # Has the parameter kinds of all roles; written once role 0 has made the data's index files.
+        self.launcher_lock = path / "launcher.lock"  # held by ``deadpool run``
+        # The parameter kinds of all roles; written when role 0 has made the data's index files.
         self.built = path / "datasets-ready"
         # A file for each agent that has written the slots that an earlier run left on its host.
         self.resuming = path / "resuming"
@@ -163,23 +163,25 @@ class RunDirectory:
         return segment_root(run_id) / f"node{node}"
 
     def make(self) -> None:
-        """Make the directory, for this user alone; an existing directory may be open to readers.
+        """Create the directory, for this user alone; an existing directory may be readable by other
+        users.
 
-        Raises OwnershipError when others own it or may write to it.
+        Raises OwnershipError when another user owns the directory or may write to it.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         ownership.check_directory(self.path)
 
     def create(self, info: RunInfo) -> bool:
-        """Make all sub-directories and ``run.json``; False when another process was first, and the
-        directory belongs to its run. Raises OwnershipError as :meth:`make` does.
+        """Create all sub-directories and ``run.json``. Return False if another process has created
+        ``run.json`` before, so that the directory belongs to its run. Raises OwnershipError as
+        :meth:`make` does.
         """
         self.make()
         for name in SUB_DIRECTORIES:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        # A full disk is better reported now than found by each process at its first write.
+        # A full disk is reported now, rather than by each process at its first write.
         return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE, _MIN_FREE_BYTES)
 
     def replace_run(self, info: RunInfo) -> None:
@@ -187,7 +189,8 @@ class RunDirectory:
         write_json(self.path / RUN_FILE, info.to_dict(), lasting=True, mode=_RUN_MODE)
 
     def _check_owner(self) -> None:
-        """Check the owner of the directory and of those in it whose files are carried out."""
+        """Check the owner of the directory and of the sub-directories from which decisions are
+        read."""
         for path in (self.path, self.journal, self.node(0).parent):
             ownership.check_directory(path)
 
@@ -213,17 +216,17 @@ class RunDirectory:
         if not self.run_id:
             return
         try:
-            facts = (self.path / RUN_FILE).stat()
-            # A new file may have an old inode.
-            found = (facts.st_dev, facts.st_ino, facts.st_mtime_ns)
-            if found == self._known:
+            status = (self.path / RUN_FILE).stat()
+            # The time is compared too, as a new file may have the inode of an old file.
+            mark = (status.st_dev, status.st_ino, status.st_mtime_ns)
+            if mark == self._checked_mark:
                 return
             owner = str(read_json(self.path / RUN_FILE).get("run_id"))
         except (OSError, ValueError):
-            return  # removed, or briefly out of reach
+            return  # the directory is removed, or briefly out of reach
         if owner != self.run_id:
             raise OSError(errno.ESTALE, f"it is the directory of run {owner} now", str(self.path))
-        self._known = found
+        self._checked_mark = mark
 
     def has_final(self) -> bool:
         """Return whether there is a result; False while the directory is out of reach."""
@@ -251,18 +254,18 @@ class RunDirectory:
 
     def node_listings(self) -> dict[int, dict[str, Any]]:
         """Return all process listings that can be read, by node id."""
-        found = {}
+        listings = {}
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
                 self.check_own()
-                found[int(path.stem)] = _listing(path)
+                listings[int(path.stem)] = _listing(path)
             except (OSError, *DAMAGE):
                 continue  # it is being replaced, or its node was killed before the first write
-        return found
+        return listings
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise RunDirectoryError for settings of another version, which are not damage."""
+    """Raise RunDirectoryError for settings of another version, as these are no damage."""
     settings = values.get("settings")
     known = FIELDS.keys()
     if not isinstance(settings, dict) or not (unknown := sorted(settings.keys() - known)):
@@ -276,7 +279,7 @@ def _check_version(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _listing(path: Path) -> dict[str, Any]:
-    """Read a process listing. Raises as :func:`read_json` does, KeyError without an agent, or
+    """Return a process listing. Raises as :func:`read_json` does, KeyError if it lists no agent, or
     TypeError for an invalid process id."""
     values = read_json(path)
     started = values.get("started", {})
@@ -308,14 +311,15 @@ def slots_are_kept(run: RunDirectory) -> bool:
 def segment_root(run_id: str) -> Path:
     """Return the shared-memory directory of a run on this host.
 
-    All users of a host see the name, and may create it on the run's other hosts: there it gets an
-    unpredictable ending, and the oldest directory of this user is the run's.
+    All users of a host see the name, and may create a directory of that name on other hosts of the
+    run. On such a host the name gets an unpredictable ending, and the oldest directory of this user
+    with the name is the run's.
     """
-    named = SEGMENT_ROOT / f"deadpool-{run_id}"
-    own = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{named.name}*")))
-    if not own and ownership.is_taken(named):
-        return named.with_name(f"{named.name}.{time.time_ns():x}")
-    return own[0] if own else named
+    root = SEGMENT_ROOT / f"deadpool-{run_id}"
+    own = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{root.name}*")))
+    if not own and ownership.is_taken(root):
+        return root.with_name(f"{root.name}.{time.time_ns():x}")
+    return own[0] if own else root
 
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
@@ -326,14 +330,14 @@ def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
 def write_json(
     path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = WRITTEN_MODE
 ) -> None:
-    """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
-    the new object survives a power failure, which may otherwise leave an empty or the old file;
-    blocks for the disk."""
+    """Replace ``path`` so that a reader sees the old or the new object, never a part of it.
+    ``lasting``: wait for the disk, so that the new object survives a power failure; otherwise that
+    may leave an empty file or the old file."""
     write_text(path, json.dumps(values, indent=1) + "\n", lasting=lasting, mode=mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises OSError, or ValueError for anything else."""
+    """Return the JSON object in a file. Raises OSError, or ValueError for any other content."""
     with os.fdopen(ownership.open_regular(path)) as file:
         values = json.loads(file.read())
     if not isinstance(values, dict):
@@ -342,8 +346,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_path(path: str | Path, run: Path) -> str:
-    """Return a path as the files of a run store it: relative if it lies in the run directory, so
-    that it moves with the run, and never points into another run."""
+    """Return a path as the files of a run store it. A path in the run directory is stored as a
+    relative path, so that it stays right when the run directory is moved or copied."""
     real = Path(os.path.realpath(path))
     return str(real.relative_to(run) if real.is_relative_to(run) else path)
 
@@ -351,18 +355,18 @@ def stored_path(path: str | Path, run: Path) -> str:
 def read_valid(latest: Path) -> tuple[Restore, ...]:
     """Return the noted checkpoints. Raises OSError, or ValueError when the file is damaged."""
     try:
-        found = map(Restore.from_dict, read_json(latest)["valid"])
-        return tuple(replace(r, path=r.path and str(latest.parent / r.path)) for r in found)
+        valid = map(Restore.from_dict, read_json(latest)["valid"])
+        return tuple(replace(r, path=r.path and str(latest.parent / r.path)) for r in valid)
     except DAMAGE as error:
         raise ValueError(f"{latest} is damaged: {error!r}") from error
 
 
 def write_latest(latest: Path, valid: Sequence[Restore]) -> None:
-    """Write the checkpoints; the next start continues from the first that it can use. Raises
+    """Write the checkpoints. The next start continues from the first that it can use. Raises
     OSError."""
     parent = latest.parent
-    kept = [replace(r, path=r.path and stored_path(r.path, parent)) for r in valid[:_MAX_VALID]]
-    write_json(latest, {"valid": [restore.to_dict() for restore in kept]}, lasting=True)
+    stored = [replace(r, path=r.path and stored_path(r.path, parent)) for r in valid[:_MAX_VALID]]
+    write_json(latest, {"valid": [restore.to_dict() for restore in stored]}, lasting=True)
 
 
 def still_valid(latest: Path, without: Restore) -> list[Restore]:
@@ -375,34 +379,36 @@ def still_valid(latest: Path, without: Restore) -> list[Restore]:
 
 
 def is_there(restore: Restore) -> bool:
-    """Return whether the directory and the index exist; True when that cannot be read now."""
+    """Return whether the checkpoint or dump still exists with the noted content; True when that
+    cannot be read now."""
     try:
         names = [path.name for path in Path(restore.path).iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True
-    # Formats other than torch_dist, of a user's own loop, have another index name, or none.
+    # A user's own loop may write another format than torch_dist, with another index or none.
     has_shards = any(name.endswith(".distcp") for name in names)
     if restore.kind != "dump" and _INDEX not in names and (not names or has_shards):
         return False
     try:
-        return restore.identity in ("", _found_at(restore))
+        return restore.identity in ("", _identity_at(restore))
     except (OSError, ValueError):
         return True
 
 
-def identified(restore: Restore) -> Restore:
+def with_identity(restore: Restore) -> Restore:
     """Return ``restore`` with an identity that distinguishes the present content of its path from
     later content, if that can be read."""
     if not restore.identity and restore.kind != "initial":
         with contextlib.suppress(OSError, ValueError):
-            return replace(restore, identity=_found_at(restore))
+            return replace(restore, identity=_identity_at(restore))
     return restore
 
 
-def _found_at(restore: Restore) -> str:
-    """Return the run id of a dump, or a checkpoint's fingerprint. Raises OSError or ValueError."""
+def _identity_at(restore: Restore) -> str:
+    """Return the identity of the present content of the path: the run id of a dump, or the
+    fingerprint of a checkpoint. Raises OSError or ValueError."""
     path = Path(restore.path)
     if restore.kind != "dump":
         return fingerprint(path)
@@ -411,8 +417,8 @@ def _found_at(restore: Restore) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest of samples from the first files of a checkpoint; a copy has the same digest.
-    Raises OSError."""
+    """Return a digest of names, sizes and samples of the first files of a checkpoint; a copy has
+    the same digest. Raises OSError."""
     digest = hashlib.sha256()
     shards = sorted(path.glob("*.distcp")) or sorted(filter(Path.is_file, path.rglob("*")))
     for shard in shards[:_SHARDS]:
@@ -426,8 +432,9 @@ def fingerprint(path: Path) -> str:
 
 
 def take_saves(run: RunDirectory, directory: Path) -> None:
-    """Note in the run that its checkpoints are in ``directory`` from now on (once, because the time
-    counts), and in ``directory`` that this run is its writer. Raises OSError."""
+    """Note in the run that its checkpoints are in ``directory`` from now on, and in ``directory``
+    that this run is its writer. The first note in the run stays, because the time of that file
+    counts. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / _WRITER, run.read_run().run_id)
     if not run.saves.exists():
@@ -436,10 +443,11 @@ def take_saves(run: RunDirectory, directory: Path) -> None:
 
 def found_in(saves: Path) -> list[Restore]:
     """Return Megatron's complete checkpoints, the newest first, in the directory that ``saves``
-    names: those written after the note, with the index last; none once another run has taken the
-    directory. They may not have been reported, so their lineage is unknown.
+    names. Only checkpoints that were written after that note, with the index last, are returned,
+    and none if another run has written to the directory since. They may not have been reported, so
+    their lineage is unknown.
     """
-    found = list[Restore]()
+    checkpoints = list[Restore]()
     try:
         since = saves.stat().st_mtime
         directory = saves.parent / read_json(saves)["directory"]
@@ -451,21 +459,22 @@ def found_in(saves: Path) -> list[Restore]:
             is_whole = is_whole and not extras_file.lacks_some(path)
             if is_whole and since <= max(times) <= (path / _INDEX).stat().st_mtime:
                 generation = Generation(0, int(path.name.removeprefix("iter_")))
-                found.append(Restore("durable", generation, "save", str(path)))
+                checkpoints.append(Restore("durable", generation, "save", str(path)))
     except (OSError, *DAMAGE):
         pass  # the noted checkpoints remain in any case
-    return sorted(found, key=lambda restore: restore.generation.iteration, reverse=True)
+    return sorted(checkpoints, key=lambda restore: restore.generation.iteration, reverse=True)
 
 
 def missing_paths(valid: Sequence[Restore]) -> frozenset[str]:
-    """Return the paths that no longer exist. May block as long as a file system does."""
+    """Return the paths whose checkpoints no longer exist. May block as long as a file system
+    does."""
     with ThreadPoolExecutor(_MAX_VALID) as threads:
-        found = list(threads.map(is_there, valid))
-    return frozenset(r.path for r, exists in zip(valid, found, strict=True) if not exists)
+        answers = list(threads.map(is_there, valid))
+    return frozenset(r.path for r, exists in zip(valid, answers, strict=True) if not exists)
 
 
 class OutsideError(ValueError):
-    """A path or a name that no order of this run uses; one line."""
+    """The error of a path or name that no order of this run uses; the message is one line."""
 
 
 def export_name(name: str) -> str:
@@ -497,7 +506,7 @@ def dump_directory(directory: str, run: RunDirectory) -> str:
 def check_save(temporary: Path, final: Path) -> None:
     """Check the path of a written save, and its final name. Raises OutsideError."""
     if temporary == final:
-        return  # written in place: nothing is moved or removed
+        return  # the save was written in place: no file is moved or removed
     epoch = temporary.name.removeprefix(f".{final.name}.epoch")
     if (
         temporary.parent != final.parent

@@ -1,10 +1,10 @@
-"""Slots that outlive their agent, and the lock that gives a node's directory its owner.
+"""Slots that outlive their agent, and the lock by which an agent owns a node's directory.
 
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
 its launcher. Their owner is the process that holds the lock in their directory. The next agent of
 the same node takes them over; an agent that returns under another number moves them to its own
-directory. Their agent removes them when the run is over or has given up the node. Slots without an
-agent are removed by any agent of the host when the run ends well, by a run that resumes a failed
+directory. An agent removes its slots when the run is over or has given up the node. Slots without
+an agent are removed by any agent of the host when the run ends well, by a run that resumes a failed
 run and has written them to disk, and by ``deadpool clean``.
 """
 
@@ -41,7 +41,7 @@ def claim(segments: Path, node: int) -> int:
 
 
 def _lock(segments: Path, node: int) -> int:
-    """Lock an existing directory, and do not create it: its agent may be removing it.
+    """Lock an existing directory, but do not create it, as its agent may be removing it.
 
     Raises NodeTaken, or FileNotFoundError for a directory that is being removed.
     """
@@ -56,15 +56,16 @@ def _lock(segments: Path, node: int) -> int:
 
 
 def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
-    """Return the names in shared memory that an agent creates again if others remove them; those of
-    the segments are its vault's. The locks taken again are held until this process ends."""
-    held: list[int] = []
+    """Return the names in shared memory that an agent creates again if other programs remove them;
+    the vault does that for the segments. Locks that are taken again are held until this process
+    ends."""
+    locks: list[int] = []
     logs = segments / run_files.LOGS
     return [
         HeldName(
-            cleanup.owner_file(run_id), lambda: held.append(cleanup.claim_segments(run, run_id))
+            cleanup.owner_file(run_id), lambda: locks.append(cleanup.claim_segments(run, run_id))
         ),
-        HeldName(segments / _LOCK, lambda: held.append(claim(segments, node))),
+        HeldName(segments / _LOCK, lambda: locks.append(claim(segments, node))),
         HeldName(logs, lambda: ownership.make_private(logs)),
     ]
 
@@ -81,7 +82,7 @@ def end_orphaned_processes(run: RunDirectory, run_id: str, node: int, segments: 
             if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 pids.add(pid)
         except OSError:
-            continue  # the process has ended meanwhile
+            continue  # the process has ended in the meantime
     cleanup.end_processes(sorted(pids - {os.getpid()}))
 
 
@@ -89,21 +90,21 @@ def adopt_slots(
     run: RunDirectory, run_id: str, own: Path, siblings: Collection[int] = ()
 ) -> int | None:
     """Move the slots of a node that has no agent any more into ``own``, the directory of another
-    node of this host. Return the former node, or None if there is none. The nodes ``siblings`` are
-    excluded, because their agents may be about to start.
+    node of this host. Return the former node, or None if no slots were moved. The nodes
+    ``siblings`` are excluded, because their agents may be about to start.
 
-    The node with the newest generation is preferred. If ``own`` holds slots, nothing is moved.
+    The node with the newest generation is preferred. If ``own`` has slots, no slots are moved.
     """
     if any(own.glob("*.seg")):
         return None
-    found = []
+    candidates = []
     for directory in cleanup.node_directories(run_id):
         name = directory.name.removeprefix("node")
         if directory == own or not name.isdigit() or int(name) in siblings:
             continue
         if any(directory.glob("*.seg")):
-            found.append((newest_sealed(directory), int(name), directory))
-    for _, number, directory in sorted(found, reverse=True):
+            candidates.append((newest_sealed(directory), int(name), directory))
+    for _, number, directory in sorted(candidates, reverse=True):
         try:
             lock = _lock(directory, number)
         except (NodeTaken, FileNotFoundError):

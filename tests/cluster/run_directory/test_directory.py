@@ -46,7 +46,7 @@ def test_moved_run_has_its_own_checkpoints(tmp_path):
 @pytest.mark.parametrize("nbytes", [3, 5_000_000])
 def test_checkpoint_is_identified_by_its_content(tmp_path, nbytes):
     """A copy is, whenever it was made."""
-    saved = run_files.identified(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
+    saved = run_files.with_identity(checkpoint(tmp_path / "iter_0000004", os.urandom(nbytes)))
     kept = Path(saved.path).rename(tmp_path / "kept")
     assert not run_files.is_there(saved)
     checkpoint(Path(saved.path), os.urandom(nbytes))
@@ -60,7 +60,7 @@ def test_dump_is_identified_by_its_run(tmp_path):
     run = made(tmp_path / "run", "00000001")
     dump = run.dump / "1-7"
     dump.mkdir()
-    meant = run_files.identified(Restore("dump", Generation(1, 7), path=str(dump)))
+    meant = run_files.with_identity(Restore("dump", Generation(1, 7), path=str(dump)))
     assert run_files.is_there(meant)
     run.path.rename(tmp_path / "moved")
     (made(tmp_path / "run", "00000002").dump / "1-7").mkdir()

@@ -143,7 +143,7 @@ def test_checkpoints_are_as_recorded(show, tmp_path):
     gone = Restore("durable", Generation(1, 9), "save", str(tmp_path / "gone"))
     show(run_files.still_valid, run.latest, gone)
     found = [
-        show(run_files.identified, one)
+        show(run_files.with_identity, one)
         for one in (*valid, gone, Restore("initial", Generation(0, 0)))
     ]
     for one in (*found, replace(found[0], identity="ab"), replace(found[5], identity="other")):
