@@ -26,7 +26,7 @@ def kill_everything(run: RunDirectory, launcher: int) -> None:
         posix.kill(pid, signal.SIGSTOP)  # none sees another die
     for pid in pids:
         posix.kill(pid)
-    assert not posix.wait_ended(pids, 30)
+    assert not posix.wait_until_ended(pids, 30)
 
 
 def mind_a_notice_and_lose_agents(first: Run) -> None:
@@ -113,7 +113,7 @@ def test_killed_launcher_leaves_only_slots(tmp_path):
         run.launcher.wait(MAX_WAIT_SECONDS)
         run_id = run.run.read_run().run_id
         pids = cleanup.run_processes(run.run, run_id)
-        assert not posix.wait_ended(pids, 30)
+        assert not posix.wait_until_ended(pids, 30)
         assert list(segment_root(run_id).glob("node*/own-*.seg"))
         assert not run.run.final.exists()
         other = deadpool(

@@ -37,7 +37,7 @@ def take_all_down(directory: Path) -> None:
     launcher = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
     left = cleanup.run_processes(run, run.read_run().run_id)
     posix.kill(launcher)
-    assert not posix.wait_ended(left, 60)
+    assert not posix.wait_until_ended(left, 60)
 
 
 def test_members_then_everything_then_another_model(tmp_path):

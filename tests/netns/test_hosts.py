@@ -154,6 +154,6 @@ def test_killed_session_leaves_nothing(tmp_path):
     assert pids
     session.kill()
     session.wait()
-    assert posix.wait_ended(pids, 20) == []
+    assert posix.wait_until_ended(pids, 20) == []
     hosts.remove_stale()
     assert not list(Path("/run/netns").glob(f"deadpool-test-{session.pid}-*"))

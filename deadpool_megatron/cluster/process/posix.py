@@ -91,7 +91,7 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def wait_ended(pids: Iterable[int], deadline_seconds: float) -> list[int]:
+def wait_until_ended(pids: Iterable[int], deadline_seconds: float) -> list[int]:
     """Wait until processes that are not our children have ended; return the pids of live
     processes after the deadline."""
     limit = time.monotonic() + deadline_seconds

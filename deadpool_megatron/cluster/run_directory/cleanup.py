@@ -185,7 +185,7 @@ def end_processes(pids: list[int]) -> None:
         posix.kill(pid)
         if leads:
             posix.kill_group(pid)
-    posix.wait_ended(pids, _END_SECONDS)
+    posix.wait_until_ended(pids, _END_SECONDS)
 
 
 def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:

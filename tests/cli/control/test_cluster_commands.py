@@ -78,7 +78,7 @@ def test_clean_removes_dead_runs_only(tmp_path):
         vaults = [int(one["vault"]) for one in listings.values()]
         nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in vaults}
         assert nice == {min(19, os.nice(0) + Settings.vault_nice)}
-        posix.wait_ended(watchers, MAX_WAIT_SECONDS)
+        posix.wait_until_ended(watchers, MAX_WAIT_SECONDS)
         wait_for(
             "members to end", lambda: set(cleanup.run_processes(run.run, info.run_id)) <= {*vaults}
         )

@@ -284,7 +284,7 @@ def _remove(namespace: str) -> None:
     pids = [int(pid) for pid in listed.stdout.split()]
     for pid in pids:
         posix.kill(pid)
-    posix.wait_ended(pids, _PATIENCE_SECONDS)
+    posix.wait_until_ended(pids, _PATIENCE_SECONDS)
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
