@@ -17,9 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import __version__
+
 ROOT = Path(__file__).parents[3]
 MARK = "DEADPOOL_BENCH"
 _TICKS = os.sysconf("SC_CLK_TCK")
+# Threads of training in a member, by the names of process and thread: all others are protection's.
+_TRAINING = re.compile(r"dp-nNsN\S*: (main|pt_|gloo)")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -27,6 +31,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "version": __version__,
         "commit": _git("rev-parse", "HEAD"),
         "changed_files": len(_git("status", "--porcelain").splitlines()),
         "cores": len(os.sched_getaffinity(0)),
@@ -66,36 +71,40 @@ def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
                 continue  # gone meanwhile, or of another user
 
 
-def cpu_seconds(mark: str) -> float:
-    """Return user and system time so far of all living marked processes."""
-    total = 0.0
-    for pid in marked_processes(mark):
-        with suppress(OSError):  # gone meanwhile
-            total += cpu_seconds_of(Path(f"/proc/{pid}"))
-    return total
-
-
-def cpu_seconds_of(task: Path) -> float:
-    """Return user and system time so far of a process or thread, by its folder in /proc."""
-    fields = (task / "stat").read_text().rpartition(")")[2].split()
+def cpu_seconds_of(process: Path) -> float:
+    """Return user and system time so far of a process, by its folder in /proc."""
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def thread_seconds(mark: str) -> Counter[str]:
-    """Return user and system time so far of all living threads of marked processes, by the names
-    of process and thread without numbers. The kernel has the names of some threads only.
+def threads_of(process: Path) -> Counter[str]:
+    """Return user and system time so far of the living threads of a process, by the names of
+    process and thread without numbers. The kernel has the names of some threads only.
     """
     found: Counter[str] = Counter()
-    for pid in marked_processes(mark):
-        try:
-            process = _name(Path(f"/proc/{pid}"))
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                thread = "main" if task.name == str(pid) else _name(task)
-                thread = "others" if thread == process else thread
-                found[f"{process}: {thread}"] += cpu_seconds_of(task)
-        except OSError:
-            continue
+    name = _name(process)
+    for task in (process / "task").iterdir():
+        thread = "main" if task.name == process.name else _name(task)
+        thread = "others" if thread == name else thread
+        # Nanoseconds on a processor.
+        found[f"{name}: {thread}"] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
+
+
+def thread_seconds(mark: str) -> Counter[str]:
+    """Return :func:`threads_of` all marked processes, without what has ended meanwhile."""
+    found: Counter[str] = Counter()
+    for pid in marked_processes(mark):
+        with suppress(OSError):
+            found += threads_of(Path(f"/proc/{pid}"))
+    return found
+
+
+def own_seconds(threads: Counter[str]) -> float:
+    """Return the seconds of the threads that protection adds; 0 in a run without protection."""
+    if not any(name.startswith("dp-") for name in threads):
+        return 0.0
+    return sum(seconds for name, seconds in threads.items() if not _TRAINING.match(name))
 
 
 def _name(directory: Path) -> str:

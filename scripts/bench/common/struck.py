@@ -1,62 +1,41 @@
-"""A protected training at three sizes on four nodes and a spare, with an optional fault."""
+"""The training of most cases: a protected GPT on four nodes, perhaps with a fault."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from common import trainings
 from common.machine import ROOT
-from common.trainings import WARM_UP, BenchError, Measured
-from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from deadpool_megatron.observe.steps import Step
+from common.trainings import WARM_UP, Measured, run_protected
 from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 NODES = 4
 # Unmeasured steps before and after the interrupted step.
 BEFORE, AFTER = 2, 4
 UNMEASURED = BEFORE + AFTER
-# The configuration file and what is changed in it: hidden size, layers.
-SIZES = {"5M": (256, 6), "20M": (512, 6), "50M": (832, 6)}
+# Hidden size and layers, in place of those of the configuration file.
+SIZES = {"tiny": (64, 2), "5M": (256, 6), "20M": (512, 6), "50M": (832, 6)}
 TOKENS = 2048
 
 
-@dataclass
-class Protected:
-    """A protected run: its measured steps, what it stored, how it ended."""
-
-    measured: Measured
-    own_bytes: int = 0
-    kept_bytes: int = 0
-    steps: Sequence[Step] = ()
-    result: RunResult | None = None
+def size_flags(hidden: int, layers: int) -> list[str]:
+    """Return the trainer's flags for a model of this size."""
+    return [
+        *(f"@{ROOT / 'configs' / '20m.args'}", "--lr-warmup-iters", "1", "--log-interval", "1"),
+        *("--hidden-size", str(hidden), "--num-layers", str(layers)),
+        *("--num-attention-heads", str(hidden // 64), "--use-distributed-optimizer"),
+    ]
 
 
 def sizes_of(name: str) -> TrainerConfig:
     """Return the configuration of one size."""
-    return parse_args(size_flags(name))
-
-
-def size_flags(name: str) -> list[str]:
-    """Return the trainer's flags for a model of this size."""
-    hidden, layers = SIZES[name]
-    heads = str(hidden // 64)
-    return [
-        f"@{ROOT / 'configs' / '20m.args'}",
-        *("--hidden-size", str(hidden), "--num-layers", str(layers)),
-        *("--num-attention-heads", heads, "--lr-warmup-iters", "1"),
-    ]
+    return parse_args(size_flags(*SIZES[name]))
 
 
 def training_arguments(name: str, iterations: int) -> list[str]:
     """Return the trainer's flags, the same with and without protection."""
     return [
-        *(*size_flags(name), "--log-interval", "1"),
-        *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+        *(*size_flags(*SIZES[name]), "--pipeline-model-parallel-size", "2"),
         *("--global-batch-size", str(TOKENS // sizes_of(name).seq_length)),
         *("--micro-batch-size", "2", "--train-iters", str(iterations)),
     ]
@@ -67,60 +46,27 @@ def iterations(steps: int) -> int:
     return WARM_UP + 1 + steps + UNMEASURED
 
 
-def strike(steps: int, victim: str) -> dict[str, object]:
-    """Return the fault of a struck run: ``victim`` of role 1 is killed in a backward pass."""
-    return {
-        "id": "strike",
-        "point": "backward",
-        "match": {"role": 1, "iteration": iterations(steps) - AFTER},
-        "target": victim,
-    }
+def struck_iteration(steps: int) -> int:
+    """Return the iteration in which the fault strikes."""
+    return iterations(steps) - AFTER
 
 
-def run_protected(
-    name: str,
-    flags: Sequence[str],
-    steps: int,
-    base: Path,
-    victim: str = "",
-    training: Sequence[str] = (),
-) -> Protected:
-    """Run the training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of
-    role 1 is killed after the measured steps. ``training``: further flags of the trainer.
-    """
-    run = Protected(Measured())
+def strike(steps: int, target: str, **more: str) -> dict[str, object]:
+    """Return the fault of a struck run: the ``node`` of role 1, or its process (``self``), is
+    killed in a backward pass."""
+    match = {"role": 1, "iteration": struck_iteration(steps)}
+    return {"id": "strike", "point": "backward", "match": match, "target": target, **more}
 
-    def look(directory: Path, reported: Sequence[int]) -> None:
-        if not run.own_bytes and any(iteration > WARM_UP for iteration in reported):
-            run.own_bytes, run.kept_bytes = segment_bytes(directory)
 
-    run.measured = trainings.run_protected(
-        [*training_arguments(name, iterations(steps)), *training],
-        steps,
-        base,
-        NODES,
-        1,
+def run_struck(
+    name: str, flags: Sequence[str], steps: int, base: Path, victim: str = "", **more: object
+) -> Measured:
+    """Run a training of a size under ``deadpool run``, with a spare. ``victim``: see
+    :func:`strike`; without any, the run is undisturbed."""
+    return run_protected(
+        *(training_arguments(name, iterations(steps)), steps, base, NODES, 1),
         ("--spares", "1", *flags),
         faults=[strike(steps, victim)] if victim else [],
         unmeasured_steps=UNMEASURED,
-        look=look,
+        **more,  # type: ignore[arg-type]
     )
-    directory = run.measured.directory
-    assert directory is not None
-    try:
-        run.result = read_result(directory)
-        run.steps = list(run.result.story.steps)
-    except ResultError as error:
-        raise BenchError(str(error)) from error
-    if victim and not run.result.recoveries:
-        raise BenchError(f"nothing was recovered, see {directory}")
-    return run
-
-
-def segment_bytes(directory: Path) -> tuple[int, int]:
-    """Return the memory of all nodes' segments: that of the members' own slots, and the rest."""
-    found: Counter[bool] = Counter()
-    for path in segment_root(RunDirectory(directory).read_run().run_id).glob("*/*.seg"):
-        with suppress(FileNotFoundError):
-            found[path.name.startswith("own-")] += path.stat().st_blocks * 512
-    return found[True], found[False]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
-from common.termination import orderly_termination, stop
-from deadpool_megatron.cli.run_result import ResultError, read_story
+from common.figures import Row, row
+from common.frame import BenchError
+from common.machine import MARK, marked_processes, memory_bytes, own_seconds, thread_seconds
+from common.outcomes import StepReport
+from common.termination import stop
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import EventTail, Kind
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
@@ -30,24 +36,92 @@ WARM_UP = 3
 _POLL_SECONDS = 0.01
 _SILENCE_SECONDS = 300.0
 _STOP_SECONDS = 30.0
-
-
-class BenchError(Exception):
-    """A run failed; the message names it and shows the end of its output."""
+_MIN_SHOWN_SECONDS = 0.001
+NewSteps = Callable[[], int]
 
 
 @dataclass
 class Measured:
-    """One run: seconds of each measured step, and the resources used during them."""
+    """One run: seconds of each measured step, and the resources used during them. ``killed_at``:
+    the wall clock at its fault; ``hashes``: those of final states; ``recomputed``: the steps
+    computed again, None where such steps are reported again."""
 
     step_seconds: list[float] = field(default_factory=list)
-    cpu_seconds_per_step: float = 0.0
     thread_seconds_per_step: Counter[str] = field(default_factory=Counter)
     memory_bytes: int = 0
     gate_seconds: float | None = None
-    gate_waits: int | None = None
     shipped_bytes_per_step: float | None = None
-    directory: Path | None = None
+    result: RunResult | None = None
+    killed_at: float | None = None
+    reports: list[StepReport] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    recomputed: float | None = None
+
+    @property
+    def cpu_seconds_per_step(self) -> float:
+        """The processor time of a step, of all processes."""
+        return sum(self.thread_seconds_per_step.values())
+
+    @property
+    def own_seconds_per_step(self) -> float:
+        """The processor time of a step in the threads that protection adds."""
+        return own_seconds(self.thread_seconds_per_step)
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean time of a step."""
+        return fmean(self.step_seconds)
+
+
+class Watch:
+    """Looks at the processes with a mark as the steps of a run are reported."""
+
+    def __init__(self, steps: int, mark: str) -> None:
+        self.measured = Measured()
+        self._steps, self._mark = steps, mark
+        self._times: list[float] = []
+        self._before: Counter[str] = Counter()
+
+    def follow(
+        self,
+        new_steps: NewSteps,
+        is_over: Callable[[], bool],
+        output: Callable[[], str],
+        unmeasured_steps: int = 0,
+        silence_seconds: float = _SILENCE_SECONDS,
+    ) -> Measured:
+        """Watch until the run is over; ``new_steps`` returns the number of steps reported since its
+        last call. Raises BenchError, with the end of ``output``, if it ends with fewer steps than
+        it should, or reports nothing for ``silence_seconds``.
+        """
+        expected = WARM_UP + 1 + self._steps + unmeasured_steps
+        last, over = time.perf_counter(), False
+        while not over and time.perf_counter() - last < silence_seconds:
+            # Look at the end first: the last reports before it are then read below.
+            over = is_over()
+            for _ in range(new_steps()):
+                last = time.perf_counter()
+                self._take(last)
+            time.sleep(_POLL_SECONDS)
+        if not over or len(self._times) < expected:
+            silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
+            end = "\n".join(output().splitlines()[-10:])
+            raise BenchError(f"{silence}saw {len(self._times)} steps of {expected}:\n{end}")
+        # The step after the warm-up is not measured: memory was read while it ran.
+        measured = self._times[WARM_UP : WARM_UP + 1 + self._steps]
+        self.measured.step_seconds = [b - a for a, b in itertools.pairwise(measured)]
+        return self.measured
+
+    def _take(self, now: float) -> None:
+        self._times.append(now)
+        if len(self._times) == WARM_UP:
+            self.measured.memory_bytes = memory_bytes(self._mark)
+            self._before = thread_seconds(self._mark)
+        elif len(self._times) == WARM_UP + 1 + self._steps:
+            threads = thread_seconds(self._mark) - self._before
+            self.measured.thread_seconds_per_step = Counter(
+                {name: seconds / (self._steps + 1) for name, seconds in threads.items()}
+            )
 
 
 def parameters(config: TrainerConfig) -> int:
@@ -91,14 +165,14 @@ def run_protected(
     variables: Mapping[str, str] | None = None,
     faults: Sequence[Mapping[str, Any]] = (),
     unmeasured_steps: int = 0,
-    look: Callable[[Path, Sequence[int]], None] = lambda directory, iterations: None,
+    look: Callable[[Path, Sequence[int]], object] = lambda directory, iterations: None,
 ) -> Measured:
     """Run the training under ``deadpool run`` with these flags; its events report each step.
     ``look(directory, iterations)``: called with the iterations reported since its last call."""
     directory = base / uuid.uuid4().hex
     variables = dict(variables or {})
+    plan = directory.with_suffix(".faults.json")
     if faults:
-        plan = directory.with_suffix(".faults.json")
         plan.write_text(json.dumps(faults))
         variables[FAULTS_VARIABLE] = str(plan)
     command = [
@@ -116,84 +190,111 @@ def run_protected(
 
     log = directory.with_suffix(".log")
     measured = watch(command, log, steps, new_steps, variables, unmeasured_steps)
-    measured.directory = directory
-    try:
-        story = read_story(directory)
-    except ResultError as error:
-        raise BenchError(str(error)) from error
-    last = WARM_UP + 1 + steps
-    waits = [s for (_, at), s in story.gate_waits.items() if WARM_UP < (at or 0) <= last]
-    measured.gate_waits, measured.gate_seconds = len(waits), sum(waits)
-    if Kind.COMMITTED in story.bytes_by_kind:
-        # Generation 0, after the build, is shipped as well, and after the loss of a node the copies
-        # that were made again.
-        shipped = story.bytes_by_kind[Kind.COMMITTED]
-        measured.shipped_bytes_per_step = shipped / (last + unmeasured_steps + 1)
+    read_run(measured, directory, steps, unmeasured_steps)
+    if faults:
+        measured.killed_at = struck_at(plan)
     return measured
 
 
-@orderly_termination()
+def struck_at(plan: Path) -> float:
+    """Return when the fault of a plan has struck, by the wall clock. Raises BenchError if not."""
+    try:
+        return Path(f"{plan}.fired", "strike").stat().st_mtime
+    except FileNotFoundError as error:
+        raise BenchError("nothing was struck") from error
+
+
+def read_run(measured: Measured, directory: Path, steps: int, unmeasured_steps: int = 0) -> None:
+    """Add the events of a run that has ended: its result, waits at gates, bytes sent."""
+    try:
+        measured.result = read_result(directory)
+    except ResultError as error:
+        raise BenchError(str(error)) from error
+    result, story, last = measured.result, measured.result.story, WARM_UP + 1 + steps
+    measured.reports = [StepReport(s.iteration, s.loss or "", s.wall_seconds) for s in story.steps]
+    measured.hashes = [result.roles[role].sha256 for role in sorted(result.roles)]
+    measured.recomputed = sum(each.steps_recomputed for each in result.recoveries)
+    waits = [s for (_, at), s in story.gate_waits.items() if WARM_UP < (at or 0) <= last]
+    measured.gate_seconds = sum(waits)
+    # Generation 0, after the build, is shipped as well, and after the loss of a node the copies
+    # that were made again.
+    shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
+    measured.shipped_bytes_per_step = shipped / (last + unmeasured_steps + 1)
+
+
 def watch(
-    command: list[str],
+    command: Sequence[str],
     log: Path,
     steps: int,
-    new_steps: Callable[[], int],
+    new_steps: NewSteps,
     variables: Mapping[str, str] | None = None,
     unmeasured_steps: int = 0,
     silence_seconds: float = _SILENCE_SECONDS,
 ) -> Measured:
-    """Run to the end; ``new_steps`` returns the number of steps reported since its last call.
-
-    ``unmeasured_steps``: number of steps after the measured. Raises BenchError when the run
-    fails, or reports nothing for ``silence_seconds``.
-    """
+    """Run a command to its end: see :meth:`Watch.follow`. Raises BenchError if it fails."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    environment |= variables or {}
-    expected = WARM_UP + 1 + steps + unmeasured_steps
-    measured = Measured()
-    times: list[float] = []
-    cpu_before, threads_before = 0.0, Counter[str]()
     with open(log, "wb") as output:
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        environment |= variables or {}
+        child = subprocess.Popen(command, env=environment, start_new_session=True, **files)
+
+    def text() -> str:
+        return f"exit status {child.poll()}\n{log.read_text(errors='replace')}"
+
     try:
-        silent_since = time.perf_counter()
-        over = False
-        while not over and time.perf_counter() - silent_since < silence_seconds:
-            # Poll the child first: its last reports are then read below.
-            over = child.poll() is not None
-            for _ in range(new_steps()):
-                silent_since = time.perf_counter()
-                times.append(silent_since)
-                if len(times) == WARM_UP:
-                    measured.memory_bytes = memory_bytes(mark)
-                    cpu_before, threads_before = cpu_seconds(mark), thread_seconds(mark)
-                elif len(times) == WARM_UP + 1 + steps:
-                    measured.cpu_seconds_per_step = (cpu_seconds(mark) - cpu_before) / (steps + 1)
-                    threads = thread_seconds(mark) - threads_before
-                    measured.thread_seconds_per_step = Counter(
-                        {name: seconds / (steps + 1) for name, seconds in threads.items()}
-                    )
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_POLL_SECONDS)
+        watched = Watch(steps, mark)
+        found = watched.follow(
+            *(new_steps, lambda: child.poll() is not None, text, unmeasured_steps, silence_seconds)
+        )
     finally:
         stop(child, _STOP_SECONDS)
-    if child.returncode != 0 or len(times) < expected:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-        silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
-        raise BenchError(
-            f"{silence}exit status {child.returncode}, saw {len(times)} steps of {expected};"
-            f" the end of its output:\n{end}"
-        )
-    # The step after the warm-up is not measured: memory was read while it ran.
-    measured.step_seconds = [
-        after - before for before, after in itertools.pairwise(times[WARM_UP : WARM_UP + 1 + steps])
-    ]
-    return measured
+        end_marked(mark)
+    if child.returncode:
+        raise BenchError(text()[-2000:])
+    return found
+
+
+def end_marked(mark: str, seconds: float = 10.0) -> None:
+    """Give all processes of a run a moment to end, then kill them, those of other sessions too."""
+    deadline = time.monotonic() + seconds
+    while (left := list(marked_processes(mark))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def row_of(
+    name: str,
+    runs: Sequence[Measured],
+    plain: Sequence[Measured] = (),
+    at: float | None = None,
+    **more: Sequence[float],
+) -> Row:
+    """Return the row of a side. ``plain``: the runs without protection, of the same rounds."""
+    every = {
+        "own_cpu_seconds_per_step": [run.own_seconds_per_step for run in runs],
+        "cpu_seconds_per_step": [run.cpu_seconds_per_step for run in runs],
+        "step_seconds": [seconds for run in runs for seconds in run.step_seconds],
+        "gate_seconds": [run.gate_seconds for run in runs if run.gate_seconds is not None],
+        "memory_bytes": [float(run.memory_bytes) for run in runs],
+        **more,
+    }
+    ratios = [b.mean_seconds / a.mean_seconds for a, b in zip(plain, runs, strict=bool(plain))]
+    found = row(name, every, {"step_over_plain": ratios if plain else ()}, at)
+    total = sum((run.thread_seconds_per_step for run in runs), Counter[str]())
+    threads = {name: seconds / len(runs) for name, seconds in total.most_common()}
+    shipped = [run.shipped_bytes_per_step or 0.0 for run in runs]
+    return found | {
+        "thread_seconds_per_step": {n: s for n, s in threads.items() if s >= _MIN_SHOWN_SECONDS},
+        "shipped_bytes_per_step": fmean(shipped),
+        "runs": [run.step_seconds for run in runs],
+    }
+
+
+def is_identical(first: Measured, second: Measured) -> bool:
+    """Return whether two protected runs have computed the same, bit by bit."""
+    assert first.result is not None
+    assert second.result is not None
+    return compare_results(first.result, second.result).identical

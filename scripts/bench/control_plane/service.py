@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import secrets
-import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from common.frame import BenchError
 from common.machine import ROOT, cpu_seconds_of
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, event_files, parse_line
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
+from deadpool_megatron.wire.framing import encode
 
 _LIMIT_SECONDS = 60.0
-_ALL_BACK = b"all agents are back"
-
-
-@dataclass(frozen=True)
-class Block:
-    """The longest time that the coordinator's loop was blocked: by one callback, with its stack,
-    innermost last; or in all, by the callbacks that were ready at the same time."""
-
-    callback_milliseconds: float
-    late_milliseconds: float
-    where: tuple[str, ...]
+# A standby, and the connection that its agent would have.
+Process = tuple[subprocess.Popen[bytes], socket.socket]
+_NOTED = re.compile(rb'"kind":"(epoch-|step")|all agents are back')
 
 
 class Service:
@@ -53,56 +45,53 @@ class Service:
             )
         )
         create_secret(directory)
-        self._blocks = directory.with_suffix(".blocks")
         # The standby of the last spare, without its agent.
         self._command = (
-            *(sys.executable, str(Path(__file__).with_name("watched.py")), str(self._blocks)),
-            *("standby", "--run-dir", str(directory), "--node-id", str(nodes + spares - 1)),
-            *("--host", "127.0.0.1", "--port", "0", "--report-fd", "1"),
+            *(sys.executable, "-m", "deadpool_megatron", "standby", "--run-dir", str(directory)),
+            *("--node-id", str(nodes + spares - 1)),
+            *("--host", "127.0.0.1", "--port", "0"),
         )
-        self._process: subprocess.Popen[bytes] | None = None
-        self._next: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
+        self._next: Process | None = None
         self._offsets: dict[Path, int] = {}
         self._times: dict[tuple[Kind, int], float] = {}
         self.all_back_at: list[float] = []
+        self.newest_step = 0  # as of the last call of :meth:`at`
 
     def start(self) -> None:
         """Start a coordinator."""
         self._process = self._standby()
         # As from its agent, which had contact with the coordinator before it.
-        self._send(self._process, "found\nlost\n")
+        self._send(self._process, in_touch=False)
 
     def await_next(self) -> None:
         """Start the next standby, whose agent has contact with the coordinator."""
         self._next = self._standby()
-        self._send(self._next, "found\n")
 
-    def _standby(self) -> subprocess.Popen[bytes]:
-        with open(self.run.path.with_suffix(".log"), "ab") as log:
-            return subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,  # its end would be that of the agent
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                cwd=ROOT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+    def _standby(self) -> Process:
+        own_end, child_end = socket.socketpair()
+        with child_end, open(self.run.path.with_suffix(".log"), "ab") as log:
+            files = {"stdin": child_end, "stdout": subprocess.DEVNULL, "stderr": log}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen(
+                self._command, cwd=ROOT, start_new_session=True, env=environment, **files
             )
+        self._send(started := (process, own_end), in_touch=True)
+        return started
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], lines: str) -> None:
-        assert process.stdin is not None
-        process.stdin.write(lines.encode())
-        process.stdin.flush()
+    def _send(process: Process, **order: bool) -> None:
+        process[1].sendall(encode(order))
 
     def end(self) -> float:
         """Kill the coordinator, and notify the next standby, if any. Returns the time."""
         at = time.time()
         if self._process is not None:
-            self._process.kill()
+            self._process[0].kill()
             if self._next is not None:
-                self._send(self._next, "lost\n")
-            self._process.wait(_LIMIT_SECONDS)
+                self._send(self._next, in_touch=False)
+            self._process[0].wait(_LIMIT_SECONDS)
+            self._process[1].close()
         self._process, self._next = self._next, None
         return at
 
@@ -111,16 +100,11 @@ class Service:
         self.end()
         self.end()
 
-    def send(self, number: signal.Signals) -> None:
-        """Signal the coordinator."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
     def check(self) -> None:
-        """Raise RuntimeError when the process has ended by itself."""
-        if self._process is not None and self._process.poll() is not None:
+        """Raise BenchError when the process has ended by itself."""
+        if self._process is not None and (status := self._process[0].poll()) is not None:
             text = self.run.path.with_suffix(".log").read_text()
-            raise RuntimeError(f"the coordinator ended ({self._process.returncode}):\n{text}")
+            raise BenchError(f"the coordinator ended ({status}):\n{text}")
 
     def cpu_seconds(self) -> float:
         """Return user and system time of the process so far."""
@@ -135,24 +119,7 @@ class Service:
     def _folder(self) -> Path:
         self.check()
         assert self._process is not None
-        return Path(f"/proc/{self._process.pid}")
-
-    def block(self, since: float, until: float | None = None) -> Block:
-        """Return the longest between these times of the wall clock."""
-        longest: dict[str, dict[str, Any]] = {}
-        lines = self._blocks.read_text().splitlines() if self._blocks.exists() else []
-        for line in lines:
-            entry = json.loads(line)
-            if since <= entry["at"] <= (until or time.time()):
-                known = longest.get(entry["what"])
-                if known is None or known["seconds"] < entry["seconds"]:
-                    longest[entry["what"]] = entry
-        callback, late = longest.get("callback", {}), longest.get("late", {})
-        return Block(
-            1000 * callback.get("seconds", 0.0),
-            1000 * late.get("seconds", 0.0),
-            tuple(callback.get("where", ())),
-        )
+        return Path(f"/proc/{self._process[0].pid}")
 
     def event_bytes(self) -> int:
         """Return the size of the files of events."""
@@ -167,12 +134,13 @@ class Service:
             whole = [line for line in lines if line.endswith(b"\n")]
             self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, whole))
             for line in whole:
-                if b'"kind":"epoch-' in line or _ALL_BACK in line:
+                if _NOTED.search(line):
                     self._note(parse_line(line))
         return self._times.get((kind, epoch))
 
     def _note(self, event: Event) -> None:
         self._times.setdefault((event.kind, event.epoch), event.wall_seconds)
+        self.newest_step = max(self.newest_step, event.iteration or 0)
         if event.kind is Kind.LOG:
             self.all_back_at.append(event.wall_seconds)
 

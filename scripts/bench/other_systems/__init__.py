@@ -1,7 +1,6 @@
-"""The peers of the bench ``peers``: the same training with the protection of other systems.
+"""The peers of the case ``peers``: the same training with the protection of other systems.
 
-sides          how each side is started, struck and read
-outcomes       the losses of a struck run: arithmetic on reported steps
+sides          how each side is started, struck and read; sides.toml is their table
 environments   a Python environment for each peer, made on demand
 rank           a program: one rank of the training without deadpool's protection
 inprocess      a program: all ranks under nvidia-resiliency-ext's in-process restart
