@@ -145,11 +145,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1, metavar="N", help="draws (default: 1)")
     parser.add_argument("--tag", choices=TAGS, help="of Megatron-LM (default: a drawn one)")
     parser.add_argument(
-        "--only",
-        nargs="*",
-        choices=draws.FEATURES,
-        metavar="FEATURE",
-        help="the others are plain",
+        "--only", nargs="*", choices=draws.FEATURES, metavar="FEATURE", help="the others are plain"
     )
     parser.add_argument(
         "--pairs", type=Path, metavar="FILE", help="read which pairs were drawn, and add these"

@@ -120,7 +120,7 @@ class Node:
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = self.tcp.getsockname()[1]
+        self.address, self.port = self.tcp.getsockname()
         self.unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket_path = str(self.directory / "vault.sock")
         self.unix.bind(self.socket_path)
@@ -350,6 +350,7 @@ class Cluster:
         roles: int | None = None,
         faults: list[dict[str, Any]] | None = None,
         segment_dir: Callable[[int], Path] | None = None,
+        kind: Callable[..., Node] = Node,
         **settings: Any,
     ) -> None:
         self.directory = directory
@@ -363,7 +364,7 @@ class Cluster:
         self.shm = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{directory.name}"
         chosen = Settings(**{"connect_seconds": 10.0, **settings})
         self.nodes = [
-            Node(
+            kind(
                 number=i,
                 run_dir=directory,
                 directory=segment_dir(i) if segment_dir else self.shm / f"node{i}",
@@ -407,7 +408,7 @@ class Cluster:
         seats = seats or {role: records.Seat(role, 0, 0) for role in range(self.roles)}
         used = {seat.node for seat in seats.values()}
         nodes = {
-            n: records.NodeAddress("127.0.0.1", node.port, f"rack{n}", n not in used)
+            n: records.NodeAddress(node.address, node.port, f"rack{n}", n not in used)
             for n, node in enumerate(self.nodes)
             if n not in gone
         }

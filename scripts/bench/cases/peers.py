@@ -7,8 +7,8 @@ any protection and undisturbed, then once per side, where one process is killed 
 after the measured steps; on sides that end in ``-node``, where each node has a launcher of its own
 and there is one for a spare, with all that its node runs. Per side:
 
-  own_cpu_seconds_per_step   of all processes, less those of the undisturbed run of the round: it has
-                             protection, helpers of restarts, and slower steps
+  own_cpu_seconds_per_step   of all processes, less those of the undisturbed run of the round:
+                             protection, helpers of restarts and slower steps
   step_over_plain            step time before the kill over that of the undisturbed runs
   seconds_to_new_step        from the kill to the end of the first step that is new
   seconds_lost               lost in all, if steps take as long as before the kill

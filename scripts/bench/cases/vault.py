@@ -30,15 +30,17 @@ import threading
 import time
 import uuid
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from common.figures import Row, row
 from common.frame import BenchError, Facts, at_least
-from vaults.nodes import SECONDS, Floor, Vaults, layout_of, link_of
+from vaults.nodes import SECONDS, Floor, Node, layout_of, link_of, threads
 
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, RoleLayout, Seat
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.vault_client import SlotWriter
 from tests.vault import harness
 
@@ -46,6 +48,7 @@ MINUTES = 20
 ROUNDS = 5
 QUICK = ("--rounds", "1", "--roles", "1", "--mb", "2", "--gbit", "0", "--scheme", "buddy")
 SCHEMES = ("buddy", "parity")
+_PARITY = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2))
 #: generations whose slots are new
 _COLD = 2
 _SWEPT = np.ones(32 << 20)
@@ -75,8 +78,8 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
             continue
         print(f"{name}, {size} MB", file=sys.stderr, flush=True)
         with link_of(gbit, 3, base) as link:
-            folder = base / uuid.uuid4().hex
-            with Vaults(folder, 3, link) as vaults:
+            (folder := base / uuid.uuid4().hex).mkdir()
+            with harness.cluster(folder, 3, kind=partial(Node, link=link)) as vaults:
                 trial = Trial(vaults, roles, int(size * 1e6), scheme == "parity")
                 with Floor(link, vaults.shm, roles, trial.nbytes) as floor:
                     found = trial.run(args.rounds, floor)
@@ -94,15 +97,16 @@ def available_bytes() -> int:
 class Trial:
     """Roles of two nodes, from their first generation to the loss of a node."""
 
-    def __init__(self, vaults: Vaults, roles: int, nbytes: int, parity: bool) -> None:
+    def __init__(self, vaults: harness.Cluster, roles: int, nbytes: int, parity: bool) -> None:
         self.nbytes = nbytes
-        self._vaults, self._roles, self._parity = vaults, roles, parity
+        self._vaults, self._roles = vaults, roles
+        self._more = {"protection": _PARITY} if parity else {}
         every = range(2 * roles)
         self._seats = {role: Seat(role // roles, role % roles, 0) for role in every}
         self._layouts: dict[int, RoleLayout] = {
             role: layout_of(role, nbytes, (role % roles, role % roles + roles)) for role in every
         }
-        vaults.open(vaults.record(1, self._seats, parity))
+        vaults.open(vaults.record(1, seats=self._seats, **self._more))
         self._members = [self._member(role, seat, 1) for role, seat in self._seats.items()]
 
     def _member(self, role: int, seat: Seat, epoch: int) -> harness.Member:
@@ -119,21 +123,19 @@ class Trial:
         functions: Counter[str] = Counter()
         for number in range(_COLD + rounds):
             writers = self._write(Generation(1, number))
-            places = self._vaults.by_function()
-            threads, began = self._commit(writers, Generation(1, number))
-            seconds, cpu = time.monotonic() - began, sum(threads.values()) / total
+            places = by_function(self._vaults)
+            spent, began = self._commit(writers, Generation(1, number))
+            seconds, cpu = time.monotonic() - began, sum(spent.values()) / total
             if number < _COLD:
                 found["first_cpu_seconds_per_gb"].append(cpu)
                 continue
-            functions += self._vaults.by_function() - places
+            functions += by_function(self._vaults) - places
             began = time.monotonic()
             floor_cpu = floor.run() / total
             now = {
                 "own_cpu_seconds_per_gb": cpu,
                 "floor_cpu_seconds_per_gb": floor_cpu,
-                **{
-                    f"{part}_cpu_seconds_per_gb": s / total for part, s in parts_of(threads).items()
-                },
+                **{f"{part}_cpu_seconds_per_gb": s / total for part, s in parts_of(spent).items()},
                 "gb_per_second": total / seconds,
                 "floor_gb_per_second": total / (time.monotonic() - began),
             }
@@ -157,13 +159,13 @@ class Trial:
         self, writers: list[SlotWriter], generation: Generation
     ) -> tuple[Counter[str], float]:
         """Have the vaults commit a generation; return the time of their threads, and the begin."""
-        before, began = self._vaults.threads(), time.monotonic()
+        before, began = threads(self._vaults), time.monotonic()
         for writer in writers:
             writer.fill({"shard": self.nbytes, "extras@step": _EXTRAS_BYTES})
         for member in self._members:
             if member.wait(generation, seconds=SECONDS) != "committed":
                 raise BenchError(f"{generation} was not committed")
-        return self._vaults.threads() - before, began
+        return threads(self._vaults) - before, began
 
     def _restore(self, generation: Generation) -> dict[str, list[float]]:
         """Lose node 0; its roles restore on the spare, each byte checked by the vault."""
@@ -181,17 +183,17 @@ class Trial:
         restore = choose_restore(query)
         if not isinstance(restore, Restore) or restore.generation != generation:
             raise BenchError(f"nothing to restore: {restore}")
-        record = vaults.record(2, seats, self._parity, restore=restore, gone=(0,))
-        before, began = vaults.threads(), time.monotonic()
+        record = vaults.record(2, restore, seats, (0,), **self._more)
+        before, began = threads(vaults), time.monotonic()
         vaults.open(record)
         members = [self._member(role, seats[role], 2) for role in moved]
-        threads = [threading.Thread(target=check, args=(member, record)) for member in members]
-        for thread in threads:
+        restoring = [threading.Thread(target=check, args=(member, record)) for member in members]
+        for thread in restoring:
             thread.start()
-        for thread in threads:
+        for thread in restoring:
             thread.join()
         seconds, total = time.monotonic() - began, self._roles * self.nbytes / 1e9
-        cpu = sum((vaults.threads() - before).values())
+        cpu = sum((threads(vaults) - before).values())
         return {
             "restore_cpu_seconds_per_gb": [cpu / total],
             "restore_gb_per_second": [total / seconds],
@@ -205,6 +207,11 @@ def check(member: harness.Member, record: EpochRecord) -> None:
     if not view[0] == view[-1] == wanted:
         raise BenchError("other bytes were restored")
     parts.close()
+
+
+def by_function(vaults: harness.Cluster) -> Counter[str]:
+    """Return the processor time of all vaults so far by thread and function."""
+    return sum((node.by_function() for node in vaults.nodes), Counter[str]())  # type: ignore
 
 
 def parts_of(threads: Counter[str]) -> dict[str, float]:

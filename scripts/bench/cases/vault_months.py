@@ -20,7 +20,7 @@ from typing import Any
 
 from common.figures import row, slope
 from common.frame import Facts, at_least
-from vaults.nodes import Link, Vaults, layout_of
+from vaults.nodes import Node, layout_of, threads
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, Seat
 from tests.vault import harness
@@ -47,9 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, base: Path) -> Facts:
     """Commit all generations."""
     samples: list[dict[str, Any]] = []
-    with Vaults(base / "vaults", _NODES + 1, Link()) as vaults:
+    with harness.cluster(base, _NODES + 1, kind=Node) as vaults:
         life = Life(vaults, base)
-        spent, before = sum(vaults.threads().values()), 0
+        spent, before = sum(threads(vaults).values()), 0
         for number in range(1, args.generations + 1):
             life.step()
             if number % args.close == 0:
@@ -58,9 +58,9 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
                 life.dump()
             if number % args.kill == 0:
                 life.kill(number // args.kill % _NODES)
-                spent, before = sum(vaults.threads().values()), number
+                spent, before = sum(threads(vaults).values()), number
             if number % max(1, args.generations // args.samples) == 0 and number > before:
-                now = sum(vaults.threads().values())
+                now = sum(threads(vaults).values())
                 cpu = (now - spent) / (number - before)
                 samples.append(sample(vaults, number, cpu) | {"life": life.lives})
                 spent, before = now, number
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
     return {"rows": [row("vaults", values)], "slopes": slopes, "samples": samples, **counts}
 
 
-def sample(vaults: Vaults, number: int, cpu: float) -> dict[str, Any]:
+def sample(vaults: harness.Cluster, number: int, cpu: float) -> dict[str, Any]:
     """Return what the vaults hold now."""
     pids = [Path(f"/proc/{node.process.pid}") for node in vaults.nodes[:_NODES]]
     files = [path for path in vaults.shm.rglob("*") if path.is_file()]
@@ -96,12 +96,12 @@ def sample(vaults: Vaults, number: int, cpu: float) -> dict[str, Any]:
 class Life:
     """The members of both nodes, and what happens to them."""
 
-    def __init__(self, vaults: Vaults, base: Path) -> None:
+    def __init__(self, vaults: harness.Cluster, base: Path) -> None:
         self.epoch, self.lives, self.dumps = 1, 0, 0
         self._vaults, self._base, self._iteration = vaults, base, -1
         self._layouts = {role: layout_of(role, _BYTES, range(_NODES)) for role in range(_NODES)}
         self._seats = {role: Seat(role, 0, 0) for role in range(_NODES)}
-        self._record = vaults.record(1, self._seats)
+        self._record = vaults.record(1, seats=self._seats)
         vaults.open(self._record)
         self._members = [
             harness.Member(vaults.nodes[role], layout, 1) for role, layout in self._layouts.items()
@@ -130,7 +130,7 @@ class Life:
         inventories = {node.number: node.inventory() for node in nodes}
         restore = harness.memory(inventories, self._generation, self._layouts)
         self.epoch += 1
-        self._enter(self._vaults.record(self.epoch, self._seats, restore=restore))
+        self._enter(self._vaults.record(self.epoch, restore, self._seats))
         for member in self._members:
             member.client.register(member.layout, self.epoch)
             parts = member.restore(self._record)

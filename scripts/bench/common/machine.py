@@ -84,10 +84,11 @@ def threads_of(process: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     name = _name(process)
     for task in (process / "task").iterdir():
-        thread = "main" if task.name == process.name else _name(task)
-        thread = "others" if thread == name else thread
-        # Nanoseconds on a processor.
-        found[f"{name}: {thread}"] += int((task / "schedstat").read_text().split()[0]) / 1e9
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            thread = "main" if task.name == process.name else _name(task)
+            thread = "others" if thread == name else thread
+            # Nanoseconds on a processor.
+            found[f"{name}: {thread}"] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 

@@ -35,6 +35,9 @@ def slow_down() -> None:
 def main(side: str, arguments: list[str]) -> int:
     """Run the trainer of a side in this process."""
     if side == "plain":
+        from deadpool_megatron.megatron import stand_ins
+
+        stand_ins.install()  # before anything imports Megatron; a member has done that
         from deadpool_megatron.trainer import plain as trainer
     else:
         from deadpool_megatron.trainer import __main__ as trainer  # type: ignore[no-redef]

@@ -6,38 +6,30 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.frame import BenchError, UsageError
 from common.machine import threads_of
 
 from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
     PartInfo,
-    Restore,
     RoleLayout,
-    Seat,
 )
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.wire import auth
 from tests.netns.lab.hosts import Host, Hosts, missing
 from tests.vault import harness
 
 _WATCHED = Path(__file__).with_name("watched.py")
 _FLOOR = Path(__file__).with_name("floor.py")
 _START_SECONDS = 120.0
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 # For a commit; for hangs only, as all limits here.
 SECONDS = 600.0
 harness.DEADLINE = _START_SECONDS
@@ -102,113 +94,46 @@ class Node(harness.Node):
 
     def start(self) -> None:
         """Start the vault and connect to it."""
-        handles = (self.unix.fileno(), self.tcp.fileno())
-        variables = {
-            "DEADPOOL_RUN_ID": harness.RUN_ID,
-            "DEADPOOL_SETTINGS": self.settings.to_json(),
-        }
-        variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        unix, tcp = self.unix.fileno(), self.tcp.fileno()
         command = [
             *(*self.link.enter(self.number), sys.executable, str(_WATCHED), str(self.functions)),
             *("--run-dir", str(self.run_dir), "--node", str(self.number)),
-            *("--segment-dir", str(self.directory)),
-            *("--unix-fd", str(handles[0]), "--tcp-fd", str(handles[1])),
+            *("--segment-dir", str(self.directory), "--unix-fd", str(unix), "--tcp-fd", str(tcp)),
         ]
-        environment = {**os.environ, **variables}
+        own = {"DEADPOOL_RUN_ID": harness.RUN_ID, "DEADPOOL_SETTINGS": self.settings.to_json()}
         with open(self.run_dir / f"vault{self.number}.log", "ab") as log:
             files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(  # type: ignore[assignment]
-                command, env=environment, pass_fds=handles, **files
+                command, env={**_ENVIRONMENT, **own}, pass_fds=(unix, tcp), **files
             )
         connected = VaultControl.connect(self.socket_path, self.events.append, _START_SECONDS)
         self.control = self.loop(connected)
 
     def threads(self) -> Counter[str]:
-        """Return the processor time of the vault's threads so far."""
+        """Return the processor time of the vault's threads so far; of a killed vault nothing."""
+        if self.process.poll() is not None:
+            return Counter()
         found = threads_of(Path(f"/proc/{self.process.pid}"))
         return Counter({n: s for n, s in found.items() if not n.endswith(": watch")})
 
     def by_function(self) -> Counter[str]:
         """Return the processor time so far by thread and function."""
-        with contextlib.suppress(OSError):
-            found = json.loads(self.functions.read_text())
-            return Counter({f"{t}: {f}": s for t, each in found.items() for f, s in each.items()})
-        return Counter()
-
-
-class Vaults:
-    """Nodes with a started vault each. A context manager that leaves nothing."""
-
-    def __init__(self, folder: Path, count: int, link: Link, **settings: object) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "nodes").mkdir()
-        auth.create_secret(folder)
-        self.shm = Path("/dev/shm") / f"deadpool-bench-{os.getpid()}-{folder.name}"
-        loop = self.loop = harness.Loop()
-        given = Settings(connect_seconds=20.0, **settings)  # type: ignore[arg-type]
-        self.nodes = [
-            Node(number, folder, self.shm / f"node{number}", given, loop, link=link)
-            for number in range(count)
-        ]
-
-    def __enter__(self) -> Vaults:
         try:
-            for node in self.nodes:
-                node.start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for node in self.nodes:
-            if hasattr(node, "process"):
-                node.process.kill()
-                node.process.wait(SECONDS)
-            for closed in (*node.clients, node.tcp, node.unix):
-                closed.close()
-        self.loop.stop()
-        shutil.rmtree(self.shm, ignore_errors=True)
-
-    def record(
-        self, epoch: int, seats: Mapping[int, Seat], parity: bool = False, **more: object
-    ) -> EpochRecord:
-        """Return the record of an epoch; ``gone``: nodes without a part in it."""
-        gone, used = more.pop("gone", ()), {seat.node for seat in seats.values()}
-        nodes = {
-            node.number: NodeAddress(
-                node.address, node.port, f"rack{node.number}", node.number not in used
-            )
-            for node in self.nodes
-            if node.number not in gone  # type: ignore[operator]
-        }
-        restore = more.pop("restore", Restore("initial", Generation(epoch, 0)))
-        record = EpochRecord(epoch, seats, nodes, restore, **more)  # type: ignore[arg-type]
-        plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2))
-        return replace(record, protection=plan) if parity else record
-
-    def open(self, record: EpochRecord) -> None:
-        """Have the nodes of a record adopt it."""
-        for number in record.nodes:
-            self.nodes[number].adopt(record)
-
-    def threads(self) -> Counter[str]:
-        """Return the processor time of all vaults' threads so far, dead vaults excluded."""
-        found: Counter[str] = Counter()
-        for node in self.nodes:
-            if node.process.poll() is None:
-                found += node.threads()
-        return found
-
-    def by_function(self) -> Counter[str]:
-        """Return the processor time of all vaults so far by thread and function."""
-        return sum((node.by_function() for node in self.nodes), Counter[str]())
+            found = json.loads(self.functions.read_text())
+        except OSError:
+            return Counter()
+        return Counter({f"{t}: {f}": s for t, each in found.items() for f, s in each.items()})
 
 
-def layout_of(role: int, nbytes: int, peers: Sequence[int], slots: int = 2) -> RoleLayout:
+def threads(vaults: harness.Cluster) -> Counter[str]:
+    """Return the processor time of all vaults' threads so far."""
+    return sum((node.threads() for node in vaults.nodes), Counter[str]())  # type: ignore[attr-defined]
+
+
+def layout_of(role: int, nbytes: int, peers: Sequence[int]) -> RoleLayout:
     """Return the layout of a role with a shard of that size."""
     parts = (PartInfo("shard", nbytes, (role,)), PartInfo("extras@step", 8192, (role,)))
-    return RoleLayout(role, parts, tuple(peers), slots, f"shard of {nbytes} bytes")
+    return RoleLayout(role, parts, tuple(peers), 2, f"shard of {nbytes} bytes")
 
 
 class Floor:
@@ -216,24 +141,18 @@ class Floor:
 
     def __init__(self, link: Link, folder: Path, connections: int, nbytes: int) -> None:
         listeners = [link.listen(node) for node in range(2)]
-        variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._sides = []
         for node, listener in enumerate(listeners):
-            (folder / f"floor{node}").mkdir(parents=True)
+            (folder / f"floor{node}").mkdir()
             host, port = listeners[1 - node].getsockname()
+            handle = listener.fileno()
             command = [
-                *(*link.enter(node), sys.executable, str(_FLOOR), str(listener.fileno())),
-                *(f"{host}:{port}", str(folder / f"floor{node}"), str(connections), str(nbytes)),
+                *(*link.enter(node), sys.executable, str(_FLOOR), str(handle), f"{host}:{port}"),
+                *(str(folder / f"floor{node}"), str(connections), str(nbytes)),
             ]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._sides.append(
-                subprocess.Popen(
-                    *(command,),
-                    env={**os.environ, **variables},
-                    pass_fds=[listener.fileno()],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
+                subprocess.Popen(command, env=_ENVIRONMENT, pass_fds=[handle], **pipes)
             )
         for listener in listeners:
             listener.close()
