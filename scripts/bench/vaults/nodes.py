@@ -110,7 +110,7 @@ class Node(harness.Node):
         self.control = self.loop(connected)
 
     def threads(self) -> Counter[str]:
-        """Return the processor time of the vault's threads so far; of a killed vault nothing."""
+        """Return the processor time of the vault's threads so far, 0 of a killed vault."""
         if self.process.poll() is not None:
             return Counter()
         found = threads_of(Path(f"/proc/{self.process.pid}"))
