@@ -65,9 +65,6 @@ def main() -> int:
     parser.add_argument(
         "--pause", type=float, nargs=2, default=(1.0, 8.0), metavar="SECONDS", help="(default: 1 8)"
     )
-    parser.add_argument(
-        "--busy", type=int, default=0, metavar="N", help="processes that do nothing but compute"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: standard output)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="faults and growth, drawn")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories there")
@@ -111,7 +108,6 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     plan = rounds.Plan(kinds, tuple(args.pause), 180.0, isolated)
     struck, done = list[rounds.Struck](), list[rounds.Round]()
     found, number = "", args.round_iterations
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
         deadline = time.monotonic() + 60.0 * args.minutes
         while time.monotonic() < deadline:
@@ -131,9 +127,6 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     finally:
         if done:
             leave_nothing(done[-1])
-        for process in busy:
-            process.kill()
-            process.wait()
     if args.kinds == "none" and not found and (alarms := sum(it.recoveries for it in done)):
         found = f"{alarms} recoveries though nothing was struck"
     return facts | summary(struck, done, found, time.monotonic() - began)

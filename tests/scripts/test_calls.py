@@ -5,4 +5,5 @@ from pathlib import Path
 
 from tests.common.calls import test_calls_are_answered_as_before  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "bench")]

@@ -1,11 +1,9 @@
 """How much load does a single coordinator carry, and how fast does it decide?
 
 The real process, with thousands of simulated agents (8 roles each) over loopback. For each size all
-agents join, and beat for a while. Then the run gets the journal of a long life (10,000 epochs,
-2,000,000 events, thousands of lost nodes), with which the rest happens: a node dies and a spare
-takes its roles; the coordinator is killed, and its standby takes over. The agents share this
-process and cost it more than they cost the coordinator: read processor time first, the times by the
-wall clock are upper bounds.
+agents join, and beat for a while; a node dies and a spare takes its roles; the coordinator is
+killed, and its standby takes over. The agents share this process and cost it more than they cost
+the coordinator: read processor time first, the times by the wall clock are upper bounds.
 
   own_cpu_seconds_*        of the coordinator: until epoch 1 is open; in a second of beats; from a
                            loss to the durable record; from there until the last agent has it; of
@@ -34,11 +32,10 @@ from pathlib import Path
 
 from common.figures import row
 from common.frame import BenchError, Facts, UsageError, at_least
-from control_plane import long_life
 from control_plane.agents import Cluster, received
 from control_plane.service import Service
 
-from deadpool_megatron.events import Kind, term_file
+from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import load_secret
 
@@ -118,8 +115,8 @@ class Trial:
             await self._beats()
             if self._cluster.world_size <= _EVENT_ROLES:
                 await self._events()
-            await self._grow_old()
-            await self._lose_a_node(long_life.EPOCHS)
+            self._service.await_next()
+            await self._lose_a_node(1)
             await self._take_over()
         finally:
             stepping.cancel()
@@ -184,6 +181,7 @@ class Trial:
 
     async def _events(self) -> None:
         """Count the events of whole steps and of whole periods of joint reports."""
+        await self._settle()
         self._step_seconds, seconds = _EVENT_STEP_SECONDS, 16 * self._seconds
         before = self._service.event_bytes()
         await asyncio.sleep(seconds)
@@ -192,17 +190,6 @@ class Trial:
         share = _DAY_SECONDS * _EVENT_ROLES / self._cluster.world_size
         self._found["event_bytes_per_day"] = per_second * share
         self._step_seconds = _STEP_SECONDS
-
-    async def _grow_old(self) -> None:
-        """Age the journal without a coordinator; all agents join the next coordinator."""
-        service, run = self._service, self._service.run
-        service.end()
-        self._cluster.enter(await asyncio.to_thread(long_life.age, run.journal, run.events))
-        service.pass_over(term_file(run.events, 1, 2))
-        service.start()
-        await self._until(lambda: self._news().all_back_at, f"epoch {long_life.EPOCHS} continues")
-        service.await_next()
-        await self._settle()
 
     async def _lose_a_node(self, epoch: int) -> None:
         service, cluster, others = self._service, self._cluster, self._size - 1

@@ -46,10 +46,14 @@ _ENVIRONMENTS = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this case."""
-    usual = [label for label, side in SIDES.items() if not side.only_named]
     parser.add_argument("--size", choices=SIZES, nargs="*", default=["5M"])
     parser.add_argument(
-        *("--side",), choices=SIDES, nargs="*", default=usual, metavar="NAME", help=", ".join(SIDES)
+        *("--side",),
+        choices=SIDES,
+        nargs="*",
+        default=list(SIDES),
+        metavar="NAME",
+        help=", ".join(SIDES),
     )
     place = {"type": Path, "default": _ENVIRONMENTS, "metavar": "DIR"}
     parser.add_argument("--environments", help=f"of the peers (default: {_ENVIRONMENTS})", **place)
@@ -142,7 +146,7 @@ def available(args: argparse.Namespace) -> tuple[dict[str, Side], dict[str, str]
     reasons = dict(NOT_RUN)
     for label, side in SIDES.items():
         if label not in args.side:
-            reasons[label] = side.only_named or "not asked for"
+            reasons[label] = "not asked for"
             continue
         try:
             if side.peer:

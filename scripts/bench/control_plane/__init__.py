@@ -2,5 +2,4 @@
 
 service     the coordinator's process, its warm standby, and their visible effects
 agents      thousands of agents without a node
-long_life   the journal of a run after months
 """

@@ -104,12 +104,6 @@ class Cluster:
             self.seats, self._inventories = SeatTable(self.record.seats), {}
         return self.record
 
-    def enter(self, record: EpochRecord) -> None:
-        """Have all agents know a record without a message."""
-        self.record, self.seats = record, SeatTable(record.seats)
-        for agent in self.agents:
-            agent.epoch = record.epoch
-
     def layout(self, role: int) -> RoleLayout:
         """Return a layout: tensor parallel on the node, data parallel across at most 64 nodes."""
         if role not in self._layouts:

@@ -144,10 +144,6 @@ class Service:
         if event.kind is Kind.LOG:
             self.all_back_at.append(event.wall_seconds)
 
-    def pass_over(self, path: Path) -> None:
-        """Skip what is in this file."""
-        self._offsets[path] = path.stat().st_size
-
     def is_decided(self, epoch: int) -> bool:
         """Return whether the record is in the journal."""
         return self._record(epoch).exists()

@@ -1,11 +1,11 @@
 """The bench's training under nvidia-resiliency-ext's in-process restart, with one warm spare.
 
-    python -m other_systems.inprocess RANKS [--as-shipped] ARGUMENTS OF rank.py
+    python -m other_systems.inprocess RANKS ARGUMENTS OF rank.py
 
 Starts RANKS + 1 processes, forked from a process that has imported everything. On gloo: the
 package's abort ends NCCL communicators only, so ranks that wait for a dead rank's neighbours never
-leave their collectives. Unless ``--as-shipped`` is given an abort is added that closes the
-connections between the ranks, as an abort of NCCL does.
+leave their collectives (no step ended within 180 s of the kill). So an abort is added that closes
+the connections between the ranks, as an abort of NCCL does.
 """
 
 import datetime
@@ -25,8 +25,6 @@ from nvidia_resiliency_ext import inprocess
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.megatron_api import parallel_state
 from other_systems.rank import notify_node, parse, train
-
-_AS_SHIPPED = "--as-shipped"
 
 
 class CloseConnections(inprocess.abort.Abort):
@@ -56,20 +54,18 @@ class CloseConnections(inprocess.abort.Abort):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[[list[str]], None]:
+def wrapped(ranks: int, port: int, monitors: Path) -> Callable[[list[str]], None]:
     """Return the training in the form of the package: called again in every surviving process.
 
     Everything else has the package's defaults. The package reads the annotations of the wrapped
     function, which must be plain classes.
     """
-    abort = inprocess.abort.AbortTorchDistributed()
-    if own_abort:
-        # The last is applied first.
-        abort = inprocess.Compose(abort, CloseConnections(port))
+    # The last is applied first.
+    aborts = inprocess.abort.AbortTorchDistributed(), CloseConnections(port)
 
     @inprocess.Wrapper(
         store_kwargs={"port": port},
-        abort=abort,
+        abort=inprocess.Compose(*aborts),
         monitor_process_pidfile=str(monitors / "{rank}"),
         rank_assignment=inprocess.Compose(
             inprocess.rank_assignment.MaxActiveWorldSize(ranks),
@@ -106,8 +102,6 @@ def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[
 def main(argv: list[str]) -> int:
     """Fork the ranks and wait for them: a single rank may be killed, all others must end well."""
     ranks, arguments = int(argv[0]), argv[1:]
-    own_abort = _AS_SHIPPED not in arguments
-    arguments = [argument for argument in arguments if argument != _AS_SHIPPED]
     store_port = free_port()
     monitors = parse(arguments)[0].facts.parent / "monitors"
     monitors.mkdir()
@@ -120,7 +114,7 @@ def main(argv: list[str]) -> int:
         if not torch.cuda.is_available():
             del os.environ["LOCAL_RANK"]
         failpoints.load()
-        wrapped(ranks, own_abort, store_port, monitors)(arguments)
+        wrapped(ranks, store_port, monitors)(arguments)
         return 0
 
     statuses = fork_ranks(ranks + 1, run)

@@ -30,16 +30,14 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Side:
-    """One way to survive: see sides.toml."""
+    """One way to survive: see sides.toml. ``node``: its whole node is killed, not a process."""
 
     description: str
     start: str
     keeper: str
     every: int = 1
     peer: str = ""
-    flags: tuple[str, ...] = ()
     node: bool = False
-    only_named: str = ""
     changed: str = ""
 
 
@@ -123,7 +121,7 @@ def run_launched(
 
 def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
     if side.start == "inprocess":
-        return [python, "-m", "other_systems.inprocess", str(NODES), *side.flags]
+        return [python, "-m", "other_systems.inprocess", str(NODES)]
     launcher = _LAUNCHERS[side.start]
     if side.node:
         store = {"torchrun": "apart", "ft_launcher": "first"}[side.start]
