@@ -50,8 +50,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from common.machine import marked_processes  # noqa: E402
-from common.termination import orderly_termination  # noqa: E402
+from common.termination import marked_processes, orderly_termination  # noqa: E402
 from mutating import coverage_map, draw  # noqa: E402
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from common.frame import BenchError, Facts, UsageError, at_least
 from control_plane.agents import Cluster, received
 from control_plane.service import Service
 
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import load_secret
@@ -51,8 +51,6 @@ _EVENT_ROLES = 512
 _EVENT_STEP_SECONDS = 8.0
 _DAY_SECONDS = 86400.0
 _MIN_IN_TOUCH = 0.98
-# Other than a connection for each agent: files of the coordinator, of this process, a margin.
-_OTHER_FILES = 256
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, base: Path) -> Facts:
     """Run all sizes, one after the other."""
-    allow_files(max(args.agents))
+    if complaint := posix.raise_limit(posix.needed_by_coordinator(max(args.agents))):
+        raise UsageError(complaint)
     rows = []
     for size in args.agents:
         found = []
@@ -77,18 +76,6 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
             row("coordinator", {name: [f[name] for f in found] for name in found[0]}, at=size)
         )
     return {"at": "agents", "roles_per_agent": NPROC_PER_NODE, "rows": rows}
-
-
-def allow_files(agents: int) -> None:
-    """Raise the limit of open files as far as needed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = agents + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise UsageError(
-            f"{agents} agents need {wanted} open files, the hard limit is {hard}:"
-            f" raise it (ulimit -Hn {wanted}) or give a smaller --agents"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 class Trial:

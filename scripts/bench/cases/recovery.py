@@ -21,12 +21,9 @@ makes the exit status 1. No value is left out.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +35,7 @@ from common.trainings import WARM_UP, Measured, is_identical, row_of, run_protec
 
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 
 MINUTES = 60
@@ -137,7 +135,7 @@ class Killer:
             return
         if self._kind == "coordinator" and self._moved_from is None and WARM_UP in reported:
             self._moved_from = coordinating_node(run)
-            kill([coordinator_pid(run)])
+            posix.kill(coordinator_pid(run))
         if self._iteration - 1 in reported:
             self._due = now + self._dice.uniform(0.0, now - self._reported_at)
         if reported:
@@ -145,7 +143,8 @@ class Killer:
         if now >= self._due and coordinating_node(run) != self._moved_from:
             victims = self._victims(run)
             self.killed_at = time.time()
-            kill(victims)
+            for pid in victims:
+                posix.kill(int(pid))
 
     def _victims(self, run: RunDirectory) -> list[int]:
         where, pids = coordinating_node(run), [coordinator_pid(run)]
@@ -169,13 +168,6 @@ def coordinating_node(run: RunDirectory) -> int:
 def coordinator_pid(run: RunDirectory) -> int:
     """Return the process of the newest coordinator that has written its address."""
     return int(read_json(run.coordinator)["pid"])
-
-
-def kill(pids: Sequence[int]) -> None:
-    """Kill processes at once, those that still exist."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
 
 
 def costs_of(runs: Sequence[Measured]) -> dict[str, list[float]]:

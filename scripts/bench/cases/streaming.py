@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from common.frame import BenchError, Facts, UsageError, in_turns
-from common.machine import MARK
 from common.slow_steps import PLACE, PLACES, VARIABLE
+from common.termination import MARK
 from common.trainings import WARM_UP, Measured, Watch, read_run, row_of
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common.termination import marked_processes
 from deadpool_megatron import __version__
+from deadpool_megatron.cluster.process import posix
 
 ROOT = Path(__file__).parents[3]
-MARK = "DEADPOOL_BENCH"
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Threads of training in a member, by the names of process and thread: all others are protection's.
 _TRAINING = re.compile(r"dp-nNsN\S*: (main|pt_|gloo)")
@@ -59,22 +59,9 @@ def _first(path: str, key: str) -> str:
     return "0 unknown"
 
 
-def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
-    """Yield the processes, descendants too, with ``variable=mark`` in their environment."""
-    entry = f"{variable}={mark}".encode()
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                if entry in (directory / "environ").read_bytes().split(b"\0"):
-                    yield int(directory.name)
-            except OSError:
-                continue  # gone meanwhile, or of another user
-
-
-def cpu_seconds_of(process: Path) -> float:
-    """Return user and system time so far of a process, by its folder in /proc."""
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+def cpu_seconds_of(pid: int) -> float:
+    """Return user and system time so far of a process, 0 if it is gone."""
+    return (posix.state_and_cpu_ticks(pid) or ("", 0))[1] / _TICKS
 
 
 def threads_of(process: Path) -> Counter[str]:

@@ -1,4 +1,7 @@
-"""The end of a bench by a signal, which ends its runs too."""
+"""The end of a bench by a signal, which ends its runs too.
+
+Nothing of the package is imported here: scripts/mutate.py must not have it before its forks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+
+#: the variable that marks the processes of a run
+MARK = "DEADPOOL_BENCH"
+
+
+def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
+    """Yield the processes, descendants too, with ``variable=mark`` in their environment."""
+    entry = f"{variable}={mark}".encode()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+            if entry in (directory / "environ").read_bytes().split(b"\0"):
+                yield int(directory.name)
 
 
 @contextlib.contextmanager

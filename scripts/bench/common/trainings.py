@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,11 +18,12 @@ from typing import Any
 
 from common.figures import Row, row
 from common.frame import BenchError
-from common.machine import MARK, marked_processes, memory_bytes, own_seconds, thread_seconds
+from common.machine import memory_bytes, own_seconds, thread_seconds
 from common.outcomes import StepReport
-from common.termination import stop
+from common.termination import MARK, marked_processes, stop
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import EventTail, Kind
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
@@ -257,12 +256,8 @@ def watch(
 
 def end_marked(mark: str, seconds: float = 10.0) -> None:
     """Give all processes of a run a moment to end, then kill them, those of other sessions too."""
-    deadline = time.monotonic() + seconds
-    while (left := list(marked_processes(mark))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for pid in posix.wait_gone(list(marked_processes(mark)), seconds):
+        posix.kill(pid)
 
 
 def row_of(

@@ -108,18 +108,15 @@ class Service:
 
     def cpu_seconds(self) -> float:
         """Return user and system time of the process so far."""
-        return cpu_seconds_of(self._folder())
+        self.check()
+        assert self._process is not None
+        return cpu_seconds_of(self._process[0].pid)
 
     def memory_peak_bytes(self) -> int:
         """Return the peak of the resident memory."""
-        lines = (self._folder() / "status").read_text().splitlines()
-        (line,) = (line for line in lines if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-    def _folder(self) -> Path:
-        self.check()
         assert self._process is not None
-        return Path(f"/proc/{self._process[0].pid}")
+        text = Path(f"/proc/{self._process[0].pid}/status").read_text()
+        return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
     def event_bytes(self) -> int:
         """Return the size of the files of events."""
