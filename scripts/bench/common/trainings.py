@@ -256,7 +256,7 @@ def watch(
 
 def end_marked(mark: str, seconds: float = 10.0) -> None:
     """Give all processes of a run a moment to end, then kill them, those of other sessions too."""
-    for pid in posix.wait_gone(list(marked_processes(mark)), seconds):
+    for pid in posix.wait_until_ended(list(marked_processes(mark)), seconds):
         posix.kill(pid)
 
 
