@@ -23,7 +23,8 @@ class DdpLoop(TorchLoop):
     def __init__(self, emit):
         super().__init__(emit, ITERATIONS, seed=1, save_interval=6)  # the same weights everywhere
         # init_sync: a spare builds alone, without a peer to compare weights with.
-        # find_unused_parameters: buckets, and so sums, are the same in the first step as later.
+        # find_unused_parameters: gradient buckets, and so sums, are equal in the first and in later
+        # steps.
         # broadcast_buffers: each role keeps and restores its own statistics.
         self.model = DistributedDataParallel(
             net(), init_sync=False, find_unused_parameters=True, broadcast_buffers=False
@@ -32,7 +33,7 @@ class DdpLoop(TorchLoop):
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, ITERATIONS)
 
     def iterate(self):
-        # Data that follow from the counters need no position of their own.
+        # The counters determine the data, so no position in the data is saved.
         seed = self.counters["iteration"] * dist.get_world_size() + dist.get_rank()
         inputs = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(seed))
         loss = (self.model(inputs).squeeze(1) - inputs.sum(1)).square().mean()

@@ -34,10 +34,10 @@ class FsdpLoop(TorchLoop):
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, ITERATIONS)
-        torch.manual_seed(dist.get_rank())  # dropout of each role's own
+        torch.manual_seed(dist.get_rank())  # each role has its own dropout
 
     def iterate(self):
-        # Data that follow from the counters need no position of their own.
+        # The counters determine the data, so no position in the data is saved.
         seed = self.counters["iteration"] * dist.get_world_size() + dist.get_rank()
         inputs = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(seed))
         loss = (self.model(inputs).squeeze(1) - inputs.sum(1)).square().mean()

@@ -4,4 +4,4 @@ __version__ = "0.7.0"
 
 
 class UserError(Exception):
-    """Bad input or environment: the message is one clear line with the remedy."""
+    """The input or the environment is bad; the message is a line with the remedy."""

@@ -16,9 +16,9 @@ TITLE = "deadpool"
 def add_arguments(
     parser: argparse.ArgumentParser, *, defaults: settings.Settings | None = None
 ) -> None:
-    """Add the switches and a flag for each setting, in groups by topic.
+    """Add the switches, and a flag for each setting of users, in groups by topic.
 
-    ``defaults``: these settings instead of the defaults of the dataclass.
+    ``defaults``: settings to use as defaults instead of those of the dataclass.
     """
     group = parser.add_argument_group(TITLE, "fault tolerance; times are in seconds")
     group.add_argument(
@@ -79,7 +79,7 @@ def add_arguments(
 
 
 def advice_for_old(flag: str) -> str:
-    """Return what to give instead of a flag of version 0.5; empty for any other flag."""
+    """Return advice for a flag of version 0.5 that was renamed; empty for any other flag."""
     name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
     if name == "bad_node_command":
         return f"give {settings.flag_name('on_event')}"
@@ -87,17 +87,17 @@ def advice_for_old(flag: str) -> str:
 
 
 class _Set(argparse.Action):
-    """Action that takes the value of a derived setting or of a common default."""
+    """Action of :data:`.settings.SET_FLAG`, which sets a value without a flag of its own."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        given, _, text = str(values).partition("=")
-        name = given.replace("-", "_")
+        key, _, text = str(values).partition("=")
+        name = key.replace("-", "_")
         if name not in settings.FIELDS or settings.has_flag(name):
-            raise argparse.ArgumentError(self, f"there is no {given!r}, see --help-all")
+            raise argparse.ArgumentError(self, f"there is no {key!r}, see --help-all")
         try:
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
         except ValueError as error:
-            problem = f"invalid value of {given}: {text!r}"
+            problem = f"invalid value of {key}: {text!r}"
             raise argparse.ArgumentError(self, problem) from error
 
 
@@ -112,8 +112,8 @@ def communicator_in(namespace: argparse.Namespace) -> str:
 
 
 def stand_in_problem(communicator: str) -> str:
-    """Return why this process cannot use these communicators, in a line; empty if it can. Only a
-    stand-in for a communication library, as in tests, needs a fault plan."""
+    """Return the reason, in a line, why this process cannot use a communication library; empty if
+    it can. A stand-in for a library, as in tests, needs a fault plan."""
     if not settings.is_stand_in(communicator) or failpoints.is_planned():
         return ""
     return (
@@ -123,53 +123,53 @@ def stand_in_problem(communicator: str) -> str:
 
 
 def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> settings.Settings:
-    """Return the settings in parsed arguments; ``communicator``: the decided library, if any, as
-    NCCL has other defaults. Raises SettingsError with one clear line.
+    """Return the settings in parsed arguments. ``communicator``: the communication library that was
+    chosen, if any, as NCCL has other defaults. Raises SettingsError.
     """
-    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in settings.FIELDS}
-    given = {name: value for name, value in values.items() if value is not None}
+    pairs = {name: getattr(namespace, f"{_PREFIX}{name}") for name in settings.FIELDS}
+    values = {name: value for name, value in pairs.items() if value is not None}
     if problem := stand_in_problem(communicator_in(namespace)):
         raise settings.SettingsError(problem)
     if communicator:
-        given["communicator"] = communicator
-    return settings.Settings(**given)
+        values["communicator"] = communicator
+    return settings.Settings(**values)
 
 
 def switches_in(namespace: argparse.Namespace) -> list[str]:
     """Return the switches in parsed arguments, as words for the command line of a script."""
-    found = []
+    tokens = []
     for flag in (FLAG, ALLOW_UNTESTED, ALLOW, ALLOW_UNREVIEWED):
         value = getattr(namespace, flag.removeprefix("--").replace("-", "_"), None)
         if value is True:
-            found.append(flag)
+            tokens.append(flag)
         for name in value or () if value is not True else ():
-            found += [flag, name]
-    return found
+            tokens += [flag, name]
+    return tokens
 
 
 def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Replace settings, named as in the dataclass, in parsed arguments."""
+    """Replace settings in parsed arguments. ``values``: by the names in the dataclass."""
     for name, value in values.items():
         setattr(namespace, f"{_PREFIX}{name}", value)
 
 
-def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings explicitly given in a command line, by field name, and its other words.
+def settings_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that a command line contains, by field name, and its other words.
 
-    ``script``: the command line is of a script of Megatron-LM, which takes no abbreviations. Raises
-    argparse.ArgumentError for a flag without its value, or with a value of the wrong type.
+    ``script``: the command line is that of a script of Megatron-LM, which accepts no abbreviations.
+    Raises argparse.ArgumentError for a flag without its value, or with a value of the wrong type.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=not script, exit_on_error=False)
     add_arguments(parser)
     # A parser fills in defaults only for names that do not exist yet.
     empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in settings.FIELDS})
-    found, others = parser.parse_known_args(list(arguments), empty)
-    values = {name: getattr(found, f"{_PREFIX}{name}") for name in settings.FIELDS}
+    parsed, others = parser.parse_known_args(list(arguments), empty)
+    values = {name: getattr(parsed, f"{_PREFIX}{name}") for name in settings.FIELDS}
     return {name: value for name, value in values.items() if value is not None}, others
 
 
 _PREFIX = "deadpool_"
-# By the first setting of each topic; the settings of a topic follow each other.
+# First setting of a topic -> title of the topic; the fields of a topic follow each other.
 _TOPICS = {
     "replicas": "protection of the state",
     "shm_gb": "nodes",

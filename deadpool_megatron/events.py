@@ -1,11 +1,12 @@
 """Typed events: the only source for logs, metrics, the timeline and tests.
 
-An event is a line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
-writes ``events-<t>.jsonl`` next to it, and continues in ``events-<t>-<n>.jsonl`` when that is
-large. A coordinator is the only writer of its files; other processes send it their events. Every
-event has its date, as text for people (``at``) and as a number (``wall_seconds``), both by the
-coordinator's clock; the monotonic clock of its origin; the epoch, and where they apply the node,
-role, iteration and phase.
+An event is a line of JSON in ``events.jsonl`` of the run directory. The coordinator of term t > 1
+writes ``events-<t>.jsonl`` next to it, and continues in ``events-<t>-<n>.jsonl`` when that file is
+large. A coordinator is the only writer of its files; other processes send it their events.
+
+Each event has its date by the coordinator's clock, as text for people (``at``) and as a number
+(``wall_seconds``); the time by the monotonic clock of its origin; the epoch; and the node, role,
+iteration and phase, if they apply.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 
 from deadpool_megatron import ownership
 
-# The version of events.schema.json, which rises with each change of an event's meaning or content.
+# The version of events.schema.json, which grows with each change of an event's meaning or content.
 SCHEMA_VERSION = 5
-# Names of the checks of a generation: numbers of its step, and the state that it saves.
+# Names of the values of a generation that are checked to be finite.
 LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 
 
@@ -84,7 +85,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """An event; ``data`` holds JSON values only."""
+    """An event. ``data``: JSON values only."""
 
     kind: Kind
     epoch: int = 0
@@ -97,28 +98,28 @@ class Event:
     monotonic_seconds: float = field(default_factory=time.monotonic)
 
     def __deepcopy__(self, _: object) -> Event:
-        return self  # it is immutable
+        return self  # an event is immutable
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object without empty keys."""
-        # Not by asdict(), which copies all data deeply, as this is done for every event of a run.
+        # asdict() would copy all data deeply, for every event of a run.
         values = ((name, getattr(self, name)) for name in _FIELDS)
         return {name: value for name, value in values if value is not None and value != {}}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Event:
-        """Return the event of a JSON object; inverse of :meth:`to_dict`.
+        """Return the event of a JSON object, the inverse of :meth:`to_dict`.
 
-        Raises KeyError, ValueError or TypeError for anything else, as readers rely on the types of
-        its fields.
+        Raises KeyError, ValueError or TypeError for another object, as readers rely on the types
+        of the fields.
         """
-        given = {name: value for name, value in values.items() if name != "at"}
-        event = Event(**{**given, "kind": Kind(values["kind"])})
+        fields = {name: value for name, value in values.items() if name != "at"}
+        event = Event(**{**fields, "kind": Kind(values["kind"])})
         for name, types in _FIELD_TYPES.items():
             value = getattr(event, name)
             if not isinstance(value, types) or isinstance(value, bool):
                 raise TypeError(f"event with {name} of type {type(value).__name__}")
-        if not all(abs(at) < _END_OF_TIME for at in (event.wall_seconds, event.monotonic_seconds)):
+        if not all(abs(at) < _MAX_SECONDS for at in (event.wall_seconds, event.monotonic_seconds)):
             raise ValueError("event at no time")
         return event
 
@@ -133,10 +134,11 @@ _FIELD_TYPES: Mapping[str, Any] = {
 
 
 def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the name of a number of a step that is not finite, and its value: nan, inf or -inf.
+    """Return the name of a number of a step that is not finite, and its value (nan, inf or -inf);
+    None if all numbers are finite.
 
-    ``step``: the data of a STEP event. A skipped update did no harm, as loss scaling searches its
-    scale by them. Data of another kind has no such numbers.
+    ``step``: the data of a STEP event. The numbers of a skipped update do not count, as loss
+    scaling finds its scale by such updates. Data of another kind has no such numbers.
     """
     if step.get("skipped"):
         return None
@@ -152,14 +154,14 @@ def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _KINDS = frozenset(map(str, Kind))
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
-# A file of this size is followed by another file.
+# An event file that has this size is followed by another file.
 PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
-# A reader takes this much of long files at a time.
+# A reader reads at most this much at a time.
 _PIECE_BYTES = 16 << 20
-# Seconds; a larger number, or NaN, would spoil every sum.
-_END_OF_TIME = 1e15
-# Errors of reading values that are damaged or of another version. They cost only their own event.
+# A larger time, or NaN, would spoil every sum.
+_MAX_SECONDS = 1e15
+# Errors of reading values that are damaged or of another version. Only their event is lost.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
@@ -175,8 +177,8 @@ def to_line(event: Event) -> bytes:
 
 
 class EventLog:
-    """The event files of a term, written by this object only; ``path`` is that of the first term. A
-    large file is followed by another file. Not thread-safe.
+    """The event files of a term, of which this object is the only writer. ``path``: the file of the
+    first term. A large file is followed by another file. Not thread-safe.
     """
 
     def __init__(self, path: Path, term: int = 1, part_bytes: int = PART_BYTES) -> None:
@@ -186,12 +188,13 @@ class EventLog:
         self._at_end_of_line = True
 
     def append(self, lines: bytes) -> int:
-        """Append whole lines, or the rest of them; return the number of bytes written (to the page
-        cache). Raises OSError; the next call then opens the file again.
+        """Append whole lines, or the bytes of lines that an earlier call did not write. Return the
+        number of bytes written (to the page cache). Raises OSError; the next call then opens the
+        file again.
         """
         try:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:
-                self.close()  # it was removed
+                self.close()  # the file was removed
             if self._file < 0:
                 self._open()
             elif self._at_end_of_line and os.fstat(self._file).st_size >= self._part_bytes:
@@ -207,8 +210,8 @@ class EventLog:
         return written
 
     def sync(self) -> None:
-        """Make written events durable, as a host may die before it has sent them to the server of a
-        network file system; blocks. Raises OSError.
+        """Make written events durable: otherwise they are lost if the host dies before it has sent
+        them to the server of a network file system. Blocks. Raises OSError.
         """
         if self._file >= 0:
             os.fsync(self._file)
@@ -217,7 +220,7 @@ class EventLog:
         """Close the file."""
         if self._file >= 0:
             file, self._file = self._file, -1
-            with contextlib.suppress(OSError):  # an earlier write has reported it
+            with contextlib.suppress(OSError):  # an earlier write has reported the error
                 os.close(file)
 
     def _open(self) -> None:
@@ -233,35 +236,35 @@ def term_file(path: Path, term: int, part: int = 1) -> Path:
 
 
 def event_files(path: Path) -> list[Path]:
-    """Return the event files so far, in order; ``path``: the file of the first term."""
-    found = {}
+    """Return the existing event files, in order; ``path``: the file of the first term."""
+    files = {}
     for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
         match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
         if match is not None:
-            found[int(match["term"] or 1), int(match["part"] or 1)] = file
-    return [file for _, file in sorted(found.items())]
+            files[int(match["term"] or 1), int(match["part"] or 1)] = file
+    return [file for _, file in sorted(files.items())]
 
 
 def parse_line(line: str | bytes) -> Event:
-    """Return the event of a line. An unknown kind, as of a newer version, becomes a LOG event that
-    shows it. Raises ValueError, KeyError or TypeError for anything else.
+    """Return the event of a line. An event of an unknown kind, as of a newer version, becomes a LOG
+    event that shows it. Raises ValueError, KeyError or TypeError for a line that is no event.
     """
     values = json.loads(line)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     kind = values["kind"]
     if isinstance(kind, str) and kind not in _KINDS:
-        shown = {"level": "info", "text": f"{kind}: {json.dumps(values.get('data', {}))}"}
-        values = {**values, "kind": Kind.LOG, "data": shown}
+        data = {"level": "info", "text": f"{kind}: {json.dumps(values.get('data', {}))}"}
+        values = {**values, "kind": Kind.LOG, "data": data}
     return Event.from_dict(values)
 
 
 class EventTail:
     """A reader of the new events of a run. Not thread-safe.
 
-    ``path``: the first term's file, which need not exist yet. ``complain`` gets a text for each
-    skipped line that is no event (a power failure may leave a hole in a file), and for each event
-    that its receiver finds damaged.
+    ``path``: the file of the first term, which need not exist yet. ``complain`` gets a text for
+    each line that is skipped because it is no event (a power failure may leave a hole in a file),
+    and for each event that its receiver finds damaged.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None] = lambda text: None) -> None:
@@ -269,42 +272,44 @@ class EventTail:
         self._offsets: dict[Path, int] = {}
 
     def skip_all_but(self, newest_bytes: int) -> None:
-        """Skip all present events but those in the newest bytes of the files. Raises OSError."""
+        """Skip all present events except those in the ``newest_bytes`` of the files. Raises
+        OSError."""
         for path in reversed(event_files(self._path)):
             with os.fdopen(ownership.open_regular(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > newest_bytes:
                     file.seek(size - newest_bytes)
-                    file.readline()  # the rest of a line
+                    file.readline()  # the end of a line that begins before
                     self._offsets[path] = file.tell()
             newest_bytes = max(0, newest_bytes - size)
 
     def poll(self) -> list[Event]:
         """Return new events in order, without waiting, and without an unfinished line.
 
-        Each call reads a piece of long files. Raises OSError where a file cannot be read, after
-        earlier events were returned.
+        A call reads at most a piece of long files. Raises OSError if a file cannot be read, once
+        the events before it were returned.
         """
-        events, left = list[Event](), _PIECE_BYTES
+        events, max_bytes = list[Event](), _PIECE_BYTES
         for path in event_files(self._path):
             try:
-                found = self._added(path, left)
+                content = self._read_new(path, max_bytes)
             except OSError:
                 if events:
                     break
                 raise
-            for line in found[: found.rfind(b"\n") + 1].splitlines():
+            for line in content[: content.rfind(b"\n") + 1].splitlines():
                 try:
                     events.append(parse_line(line))
                 except (ValueError, KeyError, TypeError) as error:
                     self._complain(f"{path}: a line is skipped: {type(error).__name__}: {error}")
-            left -= len(found)
-            if left <= 0:
-                break  # a later file before the rest of this file would be out of order
+            max_bytes -= len(content)
+            if max_bytes <= 0:
+                break  # this file may have more events, which come before those of later files
         return events
 
     def feed(self, take: Callable[[Event], None]) -> None:
-        """Call ``take`` with all new events; an event that it finds damaged is skipped."""
+        """Call ``take`` with each new event. Skip an event for which it raises an error of
+        :data:`DAMAGE`."""
         while events := self.poll():
             for event in events:
                 try:
@@ -313,19 +318,21 @@ class EventTail:
                     text = f"{self._path}: an event ({event.kind}) is skipped"
                     self._complain(f"{text}: {type(error).__name__}: {error}")
 
-    def _added(self, path: Path, max_bytes: int) -> bytes:
+    def _read_new(self, path: Path, max_bytes: int) -> bytes:
+        """Return new bytes of a file, and move its offset to the end of the last whole line."""
         offset = self._offsets.get(path, 0)
         with os.fdopen(ownership.open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
-                offset = 0  # another file, after a removal
+                offset = 0  # the file was removed, and this is another file
             file.seek(offset)
-            found = file.read(max_bytes)
-        self._offsets[path] = offset + found.rfind(b"\n") + 1
-        return found
+            content = file.read(max_bytes)
+        self._offsets[path] = offset + content.rfind(b"\n") + 1
+        return content
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield all events of a run in order of terms; other lines are named on standard error."""
+    """Yield all events of a run in the order of terms, and complain on standard error of lines that
+    are no events."""
     tail = EventTail(path, complain)
     while events := tail.poll():
         yield from events

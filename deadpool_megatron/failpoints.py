@@ -1,21 +1,22 @@
 """Named points where a test makes a process die, stop or misbehave at an exact moment.
 
-Production cost is one test of a module global (:data:`ACTIVE`). A plan of faults is a JSON file
-named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with these keys.
+Without a plan a point costs the test of a module global (:data:`ACTIVE`). The variable
+``DEADPOOL_FAULTS`` has the path of a plan, a JSON file with a list of faults, which have these
+keys:
 
-``id``       unique name of the fault; it fires once in the whole run, in whichever process wins
-``point``    name given to :func:`hit`
+``id``       unique name of the fault; it fires once in the whole run, in the first process that
+             reaches it
+``point``    the argument of :func:`hit`
 ``match``    object: context keys (role, node, iteration, epoch, section, op, group, ...) -> value
-``nth``      fire on the n-th matching hit of this process (default 1)
-``after``    identifier of a fault; hits count only after that fault has fired (default: always)
-``action``   ``signal`` (default), ``raise`` (:func:`hit` raises a RuntimeError) or ``mark``, which
-             does nothing itself: :func:`hit` returns the fault and the call site acts on it (flip
-             a byte, return junk)
+``nth``      fire at the n-th matching hit of a process (default: 1)
+``after``    id of another fault; hits count only after that fault has fired (default: always)
+``action``   ``signal`` (default), ``raise`` (:func:`hit` raises a RuntimeError), or ``mark``:
+             :func:`hit` returns the fault, and its caller acts on it (flips a byte, returns junk)
 ``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
              ``vault`` or ``agent``
-``nodes``    for ``signal`` with another target than ``self``: node ids, default: its own node
-``signal``   KILL (default), STOP, SEGV, TERM
-``resume_after_seconds``  for STOP: send SIGCONT after this time, from a detached helper process
+``nodes``    for ``signal`` with another target than ``self``: node ids (default: the node of the
+process) ``signal``   KILL (default), STOP, SEGV, TERM ``resume_after_seconds``  for STOP: send
+SIGCONT after this time, from a detached helper process
 
 Thread-safe. Nothing here sleeps in the caller.
 """
@@ -69,9 +70,9 @@ _lock = threading.Lock()
 
 
 def load(path: Path | None = None) -> None:
-    """Read the plan named by ``path`` or the environment; no plan switches every point off.
+    """Read the plan at ``path``, or that of the environment. Without a plan no point fires.
 
-    Raises FaultPlanError for a file that is not a list of known keys.
+    Raises FaultPlanError for a file that is not a list of objects with known keys.
     """
     global ACTIVE, _faults, _fired_directory
     name = str(path) if path is not None else os.environ.get(ENVIRONMENT_NAME, "")
@@ -90,20 +91,20 @@ def load(path: Path | None = None) -> None:
 
 
 def is_planned() -> bool:
-    """Return whether this process has been given a plan, which may be empty."""
+    """Return whether the environment has a plan, which may be empty."""
     return bool(os.environ.get(ENVIRONMENT_NAME))
 
 
 def set_context(**values: object) -> None:
-    """Merge facts about this process (role, node, iteration, run_dir, ...) for matching."""
+    """Add facts about this process (role, node, iteration, run_dir, ...) that faults may match."""
     _context.update(values)
 
 
 def hit(point: str, **details: object) -> Fault | None:
-    """Report that the named point was reached; fires at most one planned fault.
+    """Report that the named point was reached, and fire the first fault that matches, if any.
 
-    Returns the fault when its action is ``mark``; does not return when it kills this process.
-    Raises RuntimeError when its action is ``raise``.
+    Return the fault if its action is ``mark``, else None. Raises RuntimeError if its action is
+    ``raise``.
     """
     if not ACTIVE:
         return None
@@ -115,8 +116,8 @@ def hit(point: str, **details: object) -> Fault | None:
             continue
         with _lock:
             _hits[fault.id] = _hits.get(fault.id, 0) + 1
-            due = _hits[fault.id] == fault.nth
-        if not due or not _claim(fault, facts):
+            is_due = _hits[fault.id] == fault.nth
+        if not is_due or not _claim(fault, facts):
             continue
         if fault.action == "mark":
             return fault
@@ -135,21 +136,22 @@ def fired(path: Path) -> set[str]:
 
 
 def _claim(fault: Fault, facts: Mapping[str, object]) -> bool:
-    """Return whether this process may fire the fault: the single process of the run that creates
-    its marker file, which appears complete for its readers."""
-    known = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
-    own = _fired_directory / f".{fault.id}.{os.getpid()}"
-    own.write_text(json.dumps({"pid": os.getpid(), **known}))
+    """Return whether this process may fire the fault, as it is the process of the run that creates
+    the marker file. The file appears with its content, for readers."""
+    values = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
+    temporary = _fired_directory / f".{fault.id}.{os.getpid()}"
+    temporary.write_text(json.dumps({"pid": os.getpid(), **values}))
     try:
-        os.link(own, _fired_directory / fault.id)
+        os.link(temporary, _fired_directory / fault.id)
     except FileExistsError:
         return False
     finally:
-        own.unlink()
+        temporary.unlink()
     return True
 
 
 def _send(fault: Fault) -> None:
+    """Send the fault's signal to its targets."""
     number = signal.Signals[f"SIG{fault.signal}"]
     agents, others = _targets(fault)
     if fault.resume_after_seconds is not None:
@@ -157,7 +159,8 @@ def _send(fault: Fault) -> None:
     own = os.getpid()
     pids = agents + others
     if number == signal.SIGKILL:
-        # As if all died at once: no agent sees its processes die, and none outlives its agent.
+        # All must seem to die at once: stop the agents first, so that no agent sees its processes
+        # die, and kill them last, so that no process outlives its agent.
         for pid in agents:
             if pid != own:
                 _signal(pid, signal.SIGSTOP)
@@ -172,7 +175,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _targets(fault: Fault) -> tuple[list[int], list[int]]:
-    """Return the agents among the target processes of a fault, and the others."""
+    """Return the pids of the target processes of a fault: agents, and others."""
     if fault.target == "self":
         return [], [os.getpid()]
     nodes = fault.nodes or (int(str(_context["node"])),)
@@ -204,7 +207,7 @@ def _resume_later(pids: list[int], seconds: float) -> None:
 
 
 def maybe_corrupt_gradients(parameters: Iterable[Any], point: str, **details: object) -> None:
-    """Make the gradients of these parameters NaN where a fault marks ``point``."""
+    """Make the gradients of the parameters NaN if a fault marks ``point``."""
     if hit(point, **details) is not None:
         for parameter in parameters:
             if hasattr(parameter, "main_grad"):
@@ -212,9 +215,9 @@ def maybe_corrupt_gradients(parameters: Iterable[Any], point: str, **details: ob
 
 
 def maybe_corrupted(chunk: memoryview, point: str, **details: object) -> memoryview:
-    """Return the bytes, or where a fault marks ``point`` a copy with a wrong first byte."""
+    """Return the bytes, or a copy with a wrong first byte if a fault marks ``point``."""
     if hit(point, **details) is None:
         return chunk
-    damaged = bytearray(chunk)
-    damaged[0] ^= 0xFF
-    return memoryview(damaged)
+    content = bytearray(chunk)
+    content[0] ^= 0xFF
+    return memoryview(content)

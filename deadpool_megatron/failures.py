@@ -1,6 +1,6 @@
-"""The kinds of failure: the meaning of a process's end, with its cause and its text for people.
+"""The kinds of failure, with their texts for people, and the kind that the end of a process shows.
 
-Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, torch and gloo.
+Pure. The patterns for a device or a communicator match messages of CUDA, NCCL, torch and gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deadpool_megatron.preflight import health
 
-# A reported failure may be the consequence of another, which is reported within this time.
+# A reported failure may be the consequence of another failure, which is reported within this time.
 GRACE_SECONDS = 0.5
 
 
@@ -47,18 +47,18 @@ class FailureKind(StrEnum):
     NO_SHARED_MEMORY = "no-room"  # the host has no shared memory for the slots of a process
     COMMUNICATOR_ERROR = "communicator-error"  # an operation between roles failed
     NODE_LOST = "node-lost"  # the connection of its agent ended
-    NODE_CUT = "node-cut"  # connected, but nothing arrives in either direction
+    NODE_CUT = "node-cut"  # its agent is connected, but nothing arrives in either direction
     NODE_FROZEN = "node-frozen"  # its kernel receives, but its agent does not run
     EXCLUDED = "left-out"  # its host is not fit for the run
-    MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
-    HANG = "hang"  # everything lives, nothing moves
+    MEMBER_FROZEN = "member-frozen"  # a process shows no sign of life
+    HANG = "hang"  # all processes live, but no role makes progress
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or another checked number, is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
-    SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
+    SILENT_CORRUPTION = "silent-corruption"  # a role had other numbers than its peers
     OTHER_PROGRAM = "other-program"  # a process or a state is of another program
     CORRUPT_STATE = "corrupt-state"  # a state could not be restored, or differed between peers
-    BUG = "bug"  # the same failure again at the same step: the program's own
-    # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
+    BUG = "bug"  # a failure that was repeated at the same step, so a fault of the program
+    # A planned change: a node leaves, copies move, the protection changes, or the run ends.
     DRAINED = "drained"
     COORDINATOR = "coordinator"  # the coordinator was replaced
     RESTART = "restart"  # all processes had ended, and were started again
@@ -66,9 +66,9 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a kind of failure; see failures.toml. ``precedence``: see the function of that
-    name; ``called``: its name for people; ``noticed``: the evidence; ``to_do``: the advice, if
-    any."""
+    """The meaning of a kind of failure; see failures.toml. ``precedence``: see the function of the
+    same name; ``called``: the kind for people; ``noticed``: the evidence; ``to_do``: the advice,
+    empty for none."""
 
     precedence: int
     called: str
@@ -83,8 +83,8 @@ MEANINGS: Mapping[str, Meaning] = {
 
 
 def precedence(kind: str) -> int:
-    """Return a number that is the least for the likeliest cause, if several failures end an epoch.
-    A kind of a newer version comes last."""
+    """Return the precedence of a kind: of several failures that end an epoch, that with the lowest
+    number is the likeliest cause. A kind of a newer version comes last."""
     return MEANINGS[kind].precedence if kind in MEANINGS else len(MEANINGS)
 
 
@@ -95,14 +95,14 @@ def process_name(node: int, local_rank: int, incarnation: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number without a name."""
+    """Return the name of a signal, or a text with its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-# Kinds of a process's end that are the fault of its host: on another host it may continue.
+# Kinds of a process's end that are the fault of its host, so that another host may help.
 OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_SHARED_MEMORY})
 
 
@@ -111,12 +111,13 @@ def describe_kind(kind: str) -> str:
     return MEANINGS[kind].called if kind in MEANINGS else kind
 
 
-# The first match counts, so special patterns come first.
-_MARKS: tuple[tuple[str, FailureKind], ...] = (
+# Patterns of the last line of a process's output. The first match counts, so special patterns come
+# first.
+_PATTERNS: tuple[tuple[str, FailureKind], ...] = (
     (r"\bno room for (own|\.parked)-\S+: \d+ bytes needed", FailureKind.NO_SHARED_MEMORY),
     # A program that needs too much memory needs it on any device.
     (r"out of memory|OutOfMemoryError", FailureKind.PROCESS_CRASH),
-    # A fault of the program (Xid 13 or 31), not of its node.
+    # The program is at fault (Xid 13 or 31), not its node.
     (r"illegal memory access|device-side assert|misaligned address", FailureKind.PROCESS_CRASH),
     (r"cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS", FailureKind.PROCESS_CRASH),
     (r"cudaError(Assert|MisalignedAddress)\b", FailureKind.PROCESS_CRASH),
@@ -126,7 +127,7 @@ _MARKS: tuple[tuple[str, FailureKind], ...] = (
     (r"unhandled (cuda|system) error.*NCCL", FailureKind.DEVICE_ERROR),
     (r"ncclUnhandledCudaError|ncclSystemError", FailureKind.DEVICE_ERROR),
     (r"CUDA (driver |unknown )?error|\bcudaError|CUDA_ERROR_", FailureKind.DEVICE_ERROR),
-    # torch could not initialise CUDA, for example since the fabric manager is down (error 802).
+    # torch could not initialise CUDA, for example because the fabric manager is down (error 802).
     (r"cudaGetDeviceCount|Error 802: system not yet init", FailureKind.DEVICE_ERROR),
     (r"AcceleratorError", FailureKind.DEVICE_ERROR),
     (r"\bcu(BLAS|DNN|SOLVER|FFT)\b.*(error|_STATUS_)", FailureKind.DEVICE_ERROR),
@@ -145,26 +146,26 @@ _MARKS: tuple[tuple[str, FailureKind], ...] = (
 
 
 def kind_of_end(last_line: str) -> FailureKind:
-    """Return the kind of a process's end by its last line: a crash if that has no known text."""
-    if (broken := health.quotes_broken_device(last_line)) is not None:
-        return FailureKind.DEVICE_ERROR if broken else FailureKind.PROCESS_CRASH
-    found = (kind for text, kind in _MARKS if re.search(text, last_line, re.IGNORECASE))
-    return next(found, FailureKind.PROCESS_CRASH)
+    """Return the kind of a process's end by the last line of its output; a crash if the line
+    matches no pattern."""
+    if (is_broken := health.quotes_broken_device(last_line)) is not None:
+        return FailureKind.DEVICE_ERROR if is_broken else FailureKind.PROCESS_CRASH
+    kinds = (kind for text, kind in _PATTERNS if re.search(text, last_line, re.IGNORECASE))
+    return next(kinds, FailureKind.PROCESS_CRASH)
 
 
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process proves that its node must be repaired. A single device
     error may have been a stray particle."""
-    unfit = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
-    return exit_code in unfit or health.quotes_broken_device(last_line) is True
+    statuses = (ExitStatus.NO_DEVICE, ExitStatus.OTHER_PROGRAM)
+    return exit_code in statuses or health.quotes_broken_device(last_line) is True
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 def without_numbers(line: str) -> str:
-    """Return a line with ``#`` for each number, so that failures with the same cause are equal.
-
-    Addresses, ranks, process numbers and sizes differ between such failures.
+    """Return a line with ``#`` instead of each number, so that failures with the same cause have
+    equal lines: addresses, ranks, process numbers and sizes differ between such failures.
     """
     return _NUMBERS.sub("#", line)

@@ -1,6 +1,7 @@
-"""File systems: missing features as opposed to errors, files that are never seen in part, and
-operations that hang as long as their file system: a read, and the end of a process whose threads
-wait for it.
+"""Operations on file systems that may lack features, be shared, or hang.
+
+A missing feature, such as locks, is not treated as an error. Readers never see a part of a file. A
+read has a time limit, and so has the end of a process whose threads wait for a file system.
 """
 
 from __future__ import annotations
@@ -21,60 +22,62 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 #: types of file systems that hosts share
-_SHARED = re.compile(
+_SHARED_TYPES = re.compile(
     r"nfs\d?|cifs|smb3|9p|lustre|gpfs|beegfs\S*|ceph|afs|wekafs|pvfs2"
     r"|fuse\.(?:juicefs|glusterfs|sshfs|ceph\S*)"
 )
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
-# Between two tries for a lock.
+# The pause between two attempts to lock a file.
 _PAUSE_SECONDS = 0.01
-#: readable by others where the umask allows it, but never writable
+#: mode of files that others may read, if the umask allows it, but never write
 WRITTEN_MODE = 0o644
 T = TypeVar("T")
-#: the likely reason of a missing name that this user's processes still hold
+#: text on the likely remover of a name that this user's processes still use
 LIKELY_CLEANERS = (
     "by RemoveIPC of systemd-logind at the end of a login, an epilog of this site, or a cleaner of"
     " temporary files, it seems"
 )
 
 
-# After a failed creation: a new file may have the inode of the removed file.
+# The identity after a failed creation. That of the removed file must not remain, as a new file may
+# have the same inode.
 _UNMADE = (-1, -1)
 
 
 class HeldName:
-    """A name that others may remove while it is in use. ``make`` creates it (again)."""
+    """A name that others may remove while it is in use. ``make`` creates the name again."""
 
     def __init__(self, path: Path, make: Callable[[], object]) -> None:
         self._path, self._make = path, make
-        self._known = _identity(path)
+        self._last_identity = _identity(path)
 
     def look(self) -> bool:
-        """Create it again if it is missing or replaced; return whether it was. Raises OSError, and
-        as ``make`` does."""
-        if _identity(self._path) == self._known:
+        """Create the name again if it is missing or was replaced; return whether this was
+        necessary. Raises OSError, and as ``make`` does."""
+        if _identity(self._path) == self._last_identity:
             return False
-        self._known = _UNMADE
+        self._last_identity = _UNMADE
         self._make()
-        self._known = _identity(self._path)
+        self._last_identity = _identity(self._path)
         return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a file; None if it does not exist."""
     try:
-        found = path.stat()
+        facts = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return facts.st_dev, facts.st_ino
 
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a directory, to the disk. Raises OSError.
 
-    Some file systems, mostly of the network and of user space, flush names by themselves and refuse
-    the call.
+    Some file systems, mostly in the network or in user space, flush names by themselves and refuse
+    the call for a directory.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -88,19 +91,20 @@ def sync(path: Path) -> None:
 
 def is_shared(path: Path) -> bool:
     """Return whether ``path`` is on a type of file system that several hosts share."""
-    kinds, real = _kinds(), path.resolve()
-    place = next((path for path in (real, *real.parents) if path in kinds), real)
-    return _SHARED.fullmatch(kinds.get(place, "")) is not None
+    types, real = _mount_types(), path.resolve()
+    mount = next((path for path in (real, *real.parents) if path in types), real)
+    return _SHARED_TYPES.fullmatch(types.get(mount, "")) is not None
 
 
-def _kinds() -> dict[Path, str]:
+def _mount_types() -> dict[Path, str]:
+    """Return the type of the file system of each mount point."""
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     return {Path(fields[1].replace("\\040", " ")): fields[2] for fields in mounts}
 
 
 def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
-    """Lock an open file for this process alone; only print a message on a file system without
-    locks. Raises BlockingIOError when another process holds it for longer than the limit."""
+    """Lock an open file for this process alone. On a file system without locks only print a
+    message. Raises BlockingIOError if another process has the lock for longer than the limit."""
     limit = time.monotonic() + limit_seconds
     while True:
         try:
@@ -120,7 +124,7 @@ def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def linking(name: Path) -> Iterator[None]:
-    """Name the file, and the missing feature of the file system, in an OSError of ``os.link``."""
+    """Let an OSError of ``os.link`` name the file, and a missing feature of the file system."""
     try:
         yield
     except OSError as error:
@@ -129,7 +133,7 @@ def linking(name: Path) -> Iterator[None]:
                 f"this file system has no hard links ({error.strerror}), which the files of a run"
                 " take: choose another one"
             )
-        # The error of a full disk names no file, that of a link two.
+        # The error of a full disk names no file, and that of a link names two files.
         error.filename, error.filename2 = str(name), None
         raise
 
@@ -137,12 +141,12 @@ def linking(name: Path) -> Iterator[None]:
 def write_text(
     path: Path, text: str | bytes, *, lasting: bool = False, mode: int = WRITTEN_MODE
 ) -> None:
-    """Replace ``path`` atomically, through a name that no other user can have made.
+    """Replace ``path`` atomically, by a temporary file that no other user can have created.
 
-    ``lasting``: the new text also survives a power failure, which could leave the name without a
-    file or with the old text; blocks for the disk.
+    ``lasting``: wait for the disk, so that the new text survives a power failure, which could
+    otherwise leave no file or the old text.
     """
-    # A name for each call, as several threads may write.
+    # Each call has a temporary name of its own, as several threads may write.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -160,9 +164,9 @@ def write_text(
 
 
 def write_once(path: Path, content: bytes, mode: int, reserved_bytes: int = 0) -> bool:
-    """Create ``path`` with its content, atomically and with its permissions; False if it exists.
+    """Create ``path`` atomically, with its content and permissions; return False if it exists.
 
-    Raises OSError with the name ``path``, also where ``reserved_bytes`` do not fit.
+    Raises OSError that names ``path``, also if the disk has no space for ``reserved_bytes``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
@@ -182,23 +186,25 @@ def write_once(path: Path, content: bytes, mode: int, reserved_bytes: int = 0) -
 
 
 class TimedRead(Generic[T]):
-    """A read in a thread of its own, one at a time. For a single caller."""
+    """A function that reads, called in another thread, at most a single call at a time. For a
+    single caller."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
         self._future: Future[T] | None = None
 
     def look(self, limit_seconds: float) -> T:
-        """Return the result of a read that has just ended. Raises its error, and TimeoutError when
-        it takes longer; it then continues, for the next call.
+        """Return the result of the running read, or of a new read if none is running. Raises the
+        error of the read, and TimeoutError if it takes longer than the limit; the read then
+        continues, and the next call waits for it.
         """
         if self._future is None:
             self._future = Future()
             threading.Thread(target=self._work, args=(self._future,), daemon=True).start()
         if not wait([self._future], limit_seconds).done:
             raise TimeoutError(f"no answer within {limit_seconds:g} s")
-        ended, self._future = self._future, None
-        return ended.result()
+        future, self._future = self._future, None
+        return future.result()
 
     def _work(self, future: Future[T]) -> None:
         try:
@@ -209,7 +215,7 @@ class TimedRead(Generic[T]):
 
 def run_to_end(main: Coroutine[Any, Any, int], thread_seconds: float) -> int:
     """Run as ``asyncio.run``, but wait for the loop's threads for at most ``thread_seconds`` after
-    the end of ``main``: the process then exits here with its status.
+    the end of ``main``. If threads remain, the process exits here with the status of ``main``.
     """
     with asyncio.Runner() as runner:
         status = runner.run(main)

@@ -1,11 +1,11 @@
 """The functions of Megatron-LM that deadpool hooks, and the decorator that marks them.
 
-Either the patch set puts ``@hookpoint`` above each function, or the launcher wraps the same
-functions at run time. A call then goes to the handler of that name, with the original function as
-its first argument. Without ``--deadpool`` on the command line a marked function behaves as before,
-except that the two functions of the argument parser know the flags.
+Either a patch set puts ``@hookpoint`` above each function, or the functions are wrapped at run
+time. A call then goes to the handler of the same name, with the original function as its first
+argument. Without ``--deadpool`` on the command line a marked function behaves as before, except
+that the two functions of the argument parser know the flags.
 
-This module imports nothing of Megatron and nothing heavy: Megatron's modules import it.
+This module imports nothing of Megatron and nothing heavy, as Megatron's modules import it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: called with the original function and the arguments of the call
+#: a function that is called with the original function and the arguments of the call
 Handler = Callable[..., Any]
 
 FLAG = "--deadpool"
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
-#: accepts flags that were read and never run, by the name of their row; may be given several times
+#: flag that accepts flags that were read and never run, by the name of their row; may be repeated
 ALLOW = "--deadpool-allow"
-#: accepts an unreviewed flag, by its name without dashes, or a value of a flag, as ``flag=value``;
-#: may be given several times
+#: flag that accepts an unreviewed flag, by its name without dashes, or a value of a flag, as
+#: ``flag=value``; may be repeated
 ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
-#: names the script to processes that import everything before they know their command
+#: variable with the script, for processes that import everything before they know their command
 SCRIPT_VARIABLE = "DEADPOOL_SCRIPT"
 _HANDLERS_MODULE = "deadpool_megatron.megatron.pretraining.pretrain_program"
 _MARK = "__deadpool_hookpoint__"
@@ -36,10 +36,10 @@ _MARK = "__deadpool_hookpoint__"
 
 @dataclass(frozen=True)
 class Point:
-    """A function of Megatron-LM. ``parameters``: those that the handler requires, by name.
+    """A function of Megatron-LM. ``parameters``: the parameters that its handler requires.
 
-    ``always``: its handler also runs without ``--deadpool``. ``since``: the first version that has
-    it, as (MAJOR, MINOR).
+    ``always``: the handler also runs without ``--deadpool``. ``since``: the first version that has
+    the function, as (MAJOR, MINOR).
     """
 
     module: str
@@ -49,16 +49,17 @@ class Point:
     since: tuple[int, int] = (0, 16)
 
 
-def _points(module: str, *, always: bool = False, **functions: str) -> tuple[Point, ...]:
-    """Return points of ``megatron.training.MODULE``, each function with its parameters."""
+def _points(module: str, *, always: bool = False, **points: str) -> tuple[Point, ...]:
+    """Return points of ``megatron.training.MODULE``. ``points``: the parameters of each function,
+    separated by blanks."""
     module = f"megatron.training.{module}"
-    return tuple(Point(module, name, tuple(of.split()), always) for name, of in functions.items())
+    return tuple(Point(module, name, tuple(text.split()), always) for name, text in points.items())
 
 
-#: as in each supported version; tests/megatron_lm/test_points.py compares them with the sources
+#: all points; tests/megatron_lm/test_points.py compares them with the sources of each version
 POINTS: tuple[Point, ...] = (
     *_points("arguments", always=True, add_megatron_arguments="parser", validate_args="args"),
-    # The script's own call, before pretrain().
+    # The script itself calls this function before pretrain().
     Point(
         "megatron.training.arguments",
         "parse_and_validate_args",
@@ -94,25 +95,26 @@ _always = frozenset(point.function for point in POINTS if point.always)
 
 
 def hookpoint(function: _Function) -> _Function:
-    """Mark ``function``, which is in :data:`POINTS` by its name."""
+    """Mark ``function``, whose name is in :data:`POINTS`."""
     name = function.__name__
 
     @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if name not in _always and FLAG not in sys.argv:
             return function(*args, **kwargs)
         return handlers()[name](function, *args, **kwargs)
 
-    setattr(marked, _MARK, True)
-    return cast(_Function, marked)
+    setattr(wrapper, _MARK, True)
+    return cast(_Function, wrapper)
 
 
 def is_marked(function: object) -> bool:
-    """Return whether ``function`` has passed through :func:`hookpoint`."""
+    """Return whether ``function`` is a result of :func:`hookpoint`."""
     return getattr(function, _MARK, False) is True
 
 
 def handlers() -> Mapping[str, Handler]:
-    """Return the handler of each point; imported at the first call, when Megatron is loaded."""
-    found: Mapping[str, Handler] = importlib.import_module(_HANDLERS_MODULE).HANDLERS
-    return found
+    """Return the handler of each point. The handlers are imported at the first call, when Megatron
+    is loaded."""
+    table: Mapping[str, Handler] = importlib.import_module(_HANDLERS_MODULE).HANDLERS
+    return table

@@ -1,10 +1,10 @@
-"""Permitted owners of a file or directory, checked before its content is trusted.
+"""Checks the owner and the permissions of a file or directory before its content is trusted.
 
-The owner is this process's user, or root, and no other user may write to it. Commands act on
-the content of a run directory: they run its command, send passwords to hosts that its settings
-name, and kill processes that its listings name. So every command checks it here first. Names in
-shared memory can be guessed, and other users of the host can create them first: a directory there
-must be private.
+The owner must be this process's user, or root, and no other user may have write access. Commands
+act on the content of a run directory: they run its command, send passwords to hosts that its
+settings name, and kill processes that its listings name. So every command checks the directory
+first. In shared memory, other users of the host can guess names and create them first, so a
+directory there must be private.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path
 
 from deadpool_megatron import UserError
 
-# Colon-separated absolute directories, trusted with any owner: storage that shows other owners
-# than the real owners, or a directory that a group shares on purpose.
+# Variable with directories to trust with any owner: absolute paths, separated by colons. They are
+# for storage that shows wrong owners, and for directories that a group shares on purpose.
 TRUSTED_VARIABLE = "DEADPOOL_TRUSTED_DIRECTORIES"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
-# A container shows this owner for the files of users, root included, that it does not know.
+# A container shows this owner for files of users that it does not know, which may include root.
 _UNKNOWN_OWNER = 65534
 
 
 class OwnershipError(UserError):
-    """Another user could have written a file or directory; the message is one clear line."""
+    """Another user could have written a file or directory; the message is a line."""
 
 
 def check_directory(path: Path) -> None:
-    """Raise OwnershipError for a directory that others own or may write to, if it exists.
+    """Raise OwnershipError if the directory exists, and others own it or may write to it.
 
-    A link of this user or root is followed.
+    A link is followed if it belongs to this user or root.
     """
     try:
         facts = os.lstat(path)
@@ -53,38 +53,40 @@ def check_directory(path: Path) -> None:
 
 
 def danger_above(path: Path) -> str:
-    """Return the reason, in a line, why another user could replace the directory ``path``; empty
-    where only this user and root can, or where the user trusts it.
+    """Return the reason, in a line, why another user could replace the directory ``path``; empty if
+    only this user and root could, or if the user trusts the directory.
 
-    A user with write access to a directory above it may rename the entries that lead to it, unless
-    the sticky bit is set there, as in /tmp. It is a reason to warn, not to refuse: directories of
-    teams are like that. Everything below a directory that no other user can enter is out of reach.
+    A user with write access to a directory above may rename the entries that lead to ``path``,
+    unless the sticky bit is set there, as in /tmp. The reason is for a warning and not a refusal,
+    as the directories of teams are often like that. No other user reaches anything below a
+    directory that only its owner can enter.
     """
     if _is_trusted(path):
         return ""
-    known = {os.geteuid(), 0, _UNKNOWN_OWNER}
-    # The written and the real path: a link on the way may be in a directory of others.
-    for way in (path.absolute(), Path(os.path.realpath(path))):
-        found = ""
-        for directory in way.parents:
+    trusted_users = {os.geteuid(), 0, _UNKNOWN_OWNER}
+    # Check the given and the real path, as a link in the path may be in a directory of others.
+    for route in (path.absolute(), Path(os.path.realpath(path))):
+        subject = ""
+        for directory in route.parents:
             try:
                 link, facts = os.lstat(directory), directory.stat()
             except OSError:
-                continue  # it will be made by this process
-            if not {link.st_uid, facts.st_uid} <= known:
-                owner = next(uid for uid in (link.st_uid, facts.st_uid) if uid not in known)
-                found = f"user {owner}, whose directory {directory} is,"
+                continue  # this process will create the directory
+            if not {link.st_uid, facts.st_uid} <= trusted_users:
+                owner = next(uid for uid in (link.st_uid, facts.st_uid) if uid not in trusted_users)
+                subject = f"user {owner}, whose directory {directory} is,"
             elif facts.st_mode & _OTHERS_WRITE and not facts.st_mode & stat.S_ISVTX:
-                found = f"others, who may write to {directory} (chmod +t keeps what is in it),"
+                subject = f"others, who may write to {directory} (chmod +t keeps what is in it),"
             elif not facts.st_mode & _OTHERS_ENTER:
-                found = ""
-        if found:
-            return f"{found} can put another directory in place of {path}"
+                subject = ""
+        if subject:
+            return f"{subject} can put another directory in place of {path}"
     return ""
 
 
 def is_private(path: Path) -> bool:
-    """Return whether it is a directory of this user, not a link, that no other user can enter."""
+    """Return whether ``path`` is a directory, and no link, of this user that no other user can
+    enter."""
     try:
         facts = os.lstat(path)
     except OSError:
@@ -94,15 +96,15 @@ def is_private(path: Path) -> bool:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether the name is taken by something that is neither private nor in a trusted
-    place."""
+    """Return whether ``path`` exists, and is neither a private directory nor in a trusted
+    directory."""
     return os.path.lexists(path) and not is_private(path) and not _is_trusted(path)
 
 
 def make_private(path: Path) -> None:
     """Make a directory of mode 0700 in a place that others may write to, unless it exists.
 
-    Raises OwnershipError where something else has the name already, unless the user trusts it.
+    Raises OwnershipError if the name exists, and is neither a private directory nor trusted.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_taken(path):
@@ -114,9 +116,10 @@ def make_private(path: Path) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise OwnershipError unless this user or root owns the directory and everything in it.
+    """Raise OwnershipError unless this user or root owns the directory and all its entries, as the
+    load of a checkpoint unpickles its index.
 
-    Loading a checkpoint unpickles its index. A group may have write access, as with umask 002.
+    A group may have write access, as with umask 002.
     """
     for entry in (path, *path.rglob("*")):
         facts = os.lstat(entry)
@@ -146,8 +149,9 @@ def open_regular(path: Path) -> int:
 def open_own(path: Path, *, secret: bool = False) -> int:
     """Open a file for reading, check it, and return its descriptor.
 
-    It must belong to this user or root, and be neither a link nor writable by others; with
-    ``secret`` also not readable by them. Raises OwnershipError, or OSError if it cannot be opened.
+    The file must belong to this user or root, and must not be a link or writable by others; with
+    ``secret`` others must have no access at all. Raises OwnershipError, and OSError if the file
+    cannot be opened.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -178,7 +182,7 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
 
 
 def _is_trusted(path: Path) -> bool:
-    named = filter(None, os.environ.get(TRUSTED_VARIABLE, "").split(":"))
-    # The real path, as ``..`` and links lead out of a directory.
-    place = Path(os.path.realpath(path))
-    return any(place.is_relative_to(os.path.realpath(name)) for name in named)
+    trusted = filter(None, os.environ.get(TRUSTED_VARIABLE, "").split(":"))
+    # Compare the real path, as ``..`` and links lead out of a directory.
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(os.path.realpath(name)) for name in trusted)

@@ -1,13 +1,13 @@
-"""The settings of a run: one frozen dataclass, checked as a whole before anything starts.
+"""The settings of a run: a frozen dataclass, checked as a whole before a process is started.
 
-The user chooses the first part of the fields. Each of these carries its help text, and
+The user chooses the first part of the fields. Each of these has its help text, and
 :mod:`deadpool_megatron.arguments` derives its ``--deadpool-*`` flag, so a setting has a single
-definition. The second part follows from the first, or was measured once: its time limits scale with
-the limit that a site sets, so that a short limit never encloses a long limit. ``--deadpool-set``
-overrides a value. The launcher passes all settings to every process as JSON in the environment
-variable :data:`ENVIRONMENT_NAME`.
+definition. The fields of the second part are derived from the first, or have values that suit all
+known runs. Derived time limits scale with the limit that a site sets, so that a short limit never
+encloses a long limit. ``--deadpool-set`` overrides a value of the second part. The launcher passes
+all settings to every process as JSON in the environment variable :data:`ENVIRONMENT_NAME`.
 
-Checking the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
+The check of the order of all time limits is an idea of NVRx (``inprocess/wrap.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class SchemeKind(StrEnum):
 
 
 class SettingsError(UserError, ValueError):
-    """A setting, or a relation of two, cannot work; the message has the setting and the remedy."""
+    """A setting, or a combination of two, cannot work; the message has the setting and the
+    remedy."""
 
 
 def _setting(default: Any, help_text: str, *, nccl: Any = None) -> Any:
@@ -73,7 +74,8 @@ def _limit(of: str, seconds: float, *, nccl: float | None = None, floor: str = "
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of users, and the derived values; times in seconds, gb in 10^9 bytes."""
+    """The settings of users, and the derived and fixed values. ``_seconds`` are seconds, ``_gb``
+    are 10^9 bytes."""
 
     replicas: int = _setting(
         1, "number of copies of each role's unique state on other nodes (parity: blocks of a group)"
@@ -189,12 +191,12 @@ class Settings:
     rejoin_seconds: float = _limit("node_silence_seconds", 12.0)
     #: limit for members to leave a closed epoch; slower members are killed and replaced
     close_seconds: float = _limit("rebuild_seconds", 10.0, nccl=40.0)
-    #: time-out of a communication operation in a step, also if it is abandoned;
-    #  first_step_seconds applies during the build and the operations that it covers
+    #: time-out of a communication operation in a step, also of an abandoned operation;
+    #  first_step_seconds applies instead during the build and the other sections that it covers
     operation_timeout_seconds: float = _limit("rebuild_seconds", 60.0)
     #: limit for the health command; a node whose command takes longer is used last
     health_seconds: float = _limit("start_seconds", 60.0)
-    #: limit for build, load, first iteration, evaluation and save, and for one communication
+    #: limit for build, load, first iteration, evaluation and save, and for each communication
     #  operation in them
     first_step_seconds: float = _limit("start_seconds", 1200.0, floor="hang_seconds")
     #: limit for a spare to build its new role
@@ -203,7 +205,7 @@ class Settings:
     restore_seconds: float = _limit("start_seconds", 120.0)
     #: limit for pinning, writing and checking a checkpoint in the background
     persist_seconds: float = _limit("start_seconds", 1800.0)
-    #: more model replicas must fit for this long before the run grows
+    #: a run grows once more model replicas have fit for this long
     settle_seconds: float = _limit("start_seconds", 300.0)
     #: how communicators of an epoch are created: "one-by-one", "side-by-side", or "split" (from
     #  the group of all roles, NCCL); auto: "one-by-one" over NCCL, otherwise "side-by-side"
@@ -214,7 +216,7 @@ class Settings:
     beat_interval_seconds: float = _fixed(0.2)
     #: a wait at the commit gate is reported each time it lasts this long
     gate_report_seconds: float = _fixed(5.0)
-    #: limit for reaching the coordinator or another vault
+    #: limit for a connection to the coordinator or another vault
     connect_seconds: float = _fixed(20.0)
     #: iterations between hashes of the whole state (0: at the end only)
     hash_interval: int = _fixed(0)
@@ -232,20 +234,20 @@ class Settings:
     #: on: copies use the whole link while training does not send, by the counters of its interface;
     #  off: always only their share
     link_gaps: str = _fixed("on")
-    #: traffic class of the connections that ship copies, as the network's rules name it (0 to 63; 8
-    #  and 1 are usual for low-priority traffic)
+    #: traffic class (DSCP) of the connections that ship copies, 0 to 63; 8 and 1 are usual for
+    #  low-priority traffic
     dscp: int = _fixed(0)
-    #: priority of the vault's processes below training's (0 to 19)
+    #: nice value of the vault's processes, which lowers their priority below training's (0 to 19)
     vault_nice: int = _fixed(5)
     #: role of rank 0 at full size
     first_role: int = _fixed(0)
-    #: process restarts on one node within ten minutes before the node is given up
+    #: number of process restarts on a node within ten minutes before the node is given up
     restarts_in_place: int = _fixed(20)
 
     def __post_init__(self) -> None:
         for name, entry in FIELDS.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self._derived(entry))
+                object.__setattr__(self, name, self._derive(entry))
             self._check(name)
         if self.health_command and self.check == "off":
             raise SettingsError(
@@ -254,7 +256,7 @@ class Settings:
             )
         if self.elastic_wait != "auto" and float(self.elastic_wait) > self.spare_timeout_seconds:
             raise SettingsError("--deadpool-elastic-wait is above --deadpool-spare-timeout")
-        # Each limit must be longer than the limits inside it, or an inner wait never reports.
+        # A limit must be longer than each limit inside it; otherwise the inner wait never reports.
         for shorter, longer, factor, reason in _LADDER:
             low, high = getattr(self, shorter), getattr(self, longer)
             if low * factor > high:
@@ -264,22 +266,23 @@ class Settings:
                 )
 
     def _check(self, name: str) -> None:
-        """Refuse a value that is invalid by itself."""
-        given, wanted = getattr(self, name), ""
-        if (limits := _ABOVE.get(name)) and not limits[0] < given <= limits[1]:
-            wanted = "above {} and at most {:.0f}".format(*limits)
-        if (limits := _RANGES.get(name)) and not limits[0] <= given <= limits[1]:
+        """Raise SettingsError for a value that is invalid by itself."""
+        value, requirement = getattr(self, name), ""
+        if (limits := _OPEN_RANGES.get(name)) and not limits[0] < value <= limits[1]:
+            requirement = "above {} and at most {:.0f}".format(*limits)
+        if (limits := _RANGES.get(name)) and not limits[0] <= value <= limits[1]:
             text = "at least {}" if limits[1] == math.inf else "between {} and {}"
-            wanted = text.format(*limits)
-        if (form := _FORMS.get(name)) and not re.fullmatch(form[0], given):
-            wanted = form[1]
-        if wanted:
+            requirement = text.format(*limits)
+        if (form := _FORMS.get(name)) and not re.fullmatch(form[0], value):
+            requirement = form[1]
+        if requirement:
             # A URL may be a secret.
-            got = "" if name == "notify" else f", got {given!r}"
-            raise SettingsError(f"{flag_name(name)} must be {wanted}{got}")
+            got = "" if name == "notify" else f", got {value!r}"
+            raise SettingsError(f"{flag_name(name)} must be {requirement}{got}")
 
-    def _derived(self, entry: dataclasses.Field[Any]) -> float:
-        """Return the derived value of a field, which is the default where nothing is set."""
+    def _derive(self, entry: dataclasses.Field[Any]) -> float:
+        """Return the value of a field that is not set: the default, scaled with the setting that
+        the field follows."""
         value: float = default_of(entry, self.communicator)
         if of := entry.metadata.get("of"):
             value *= getattr(self, of) / default_of(FIELDS[of], self.communicator)
@@ -288,32 +291,33 @@ class Settings:
 
     @cached_property
     def drain_seconds(self) -> float:
-        """Return the longest time in which threads and abandoned CPU communication still end."""
+        """Return the limit for threads, and for abandoned CPU communication, to end."""
         return self.close_seconds / 5
 
     @cached_property
     def gather_seconds(self) -> float:
         """Return the time after a close at which a node that has not sent its inventory is given
-        up: longer than its agent needs to kill everything there, which is ``close_seconds`` for the
-        members and seven times :attr:`stage_seconds`.
+        up. It is longer than the agent needs to kill all processes of the node: ``close_seconds``
+        for the members, and seven times :attr:`stage_seconds`.
         """
         return 5 * self.close_seconds
 
     @cached_property
     def stage_seconds(self) -> float:
-        """Return a close's limit for the vault to stop sealing; for each of two reports of its
-        inventory; and, after each stage, for killed processes to end: a vault unmaps all its slots.
+        """Return the limit of each stage of a close: for the vault to stop sealing, for each of two
+        reports of its inventory, and after each stage for killed processes to end, as a vault
+        unmaps all its slots.
         """
         return self.close_seconds / 2
 
     @cached_property
     def exports(self) -> bool:
-        """Return whether a run that has to end exports its state, even without a request."""
+        """Return whether a run that has to end exports its state without a request."""
         return bool(self.export_iterations or self.persist_directory)
 
     @cached_property
     def export_iterations(self) -> int:
-        """Return the number of iterations between two exports; 0 if no number was given."""
+        """Return the number of iterations between two exports; 0 if the setting is no number."""
         return int(self.persist_interval) if self.persist_interval.isdigit() else 0
 
     @cached_property
@@ -327,12 +331,13 @@ class Settings:
         return int(self.extras_room_mb * 1e6)
 
     def to_json(self) -> str:
-        """Return a line of JSON that :meth:`from_json` reads back to an equal object."""
+        """Return a line of JSON from which :meth:`from_json` creates an equal object."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Settings:
-        """Invert :meth:`to_json`. Raises SettingsError for unknown names or bad values."""
+        """Return the settings of :meth:`to_json`. Raises SettingsError for unknown names or bad
+        values."""
         try:
             return Settings(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -344,25 +349,26 @@ class Settings:
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
 
-#: by name. Limits are longer with NCCL: an abort takes 0.5 s and 10 ms for each pending operation
-#: (as NVRx has measured), after the device's earlier work; the first communicator of a process
-#: takes up to a minute (nccl#1646), and a member has tens of communicators
+#: the fields by name. Limits are longer with NCCL: an abort takes 0.5 s and 10 ms for each pending
+#: operation (as NVRx has measured), after the device's earlier work; the first communicator of a
+#: process takes up to a minute (nccl#1646), and a member has tens of communicators
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {
     entry.name: entry for entry in dataclasses.fields(Settings)
 }
 
-#: values of ``persist_interval`` with which nothing is written except on request
+#: values of ``persist_interval`` with which checkpoints are only written on request
 NEVER = ("off", "0")
-# The kernel counts waits in milliseconds, as int.
+# The kernel counts the time of a wait in milliseconds, as an int.
 LONGEST_SECONDS = 1e6
 LONGEST_CADENCE = 1000
-#: by name: above the first number, at most the second
-_ABOVE: Mapping[str, tuple[float, float]] = {
+#: name -> lower limit, which is excluded, and upper limit, which is included
+_OPEN_RANGES: Mapping[str, tuple[float, float]] = {
     **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
     "link_share": (0, 1),
 }
 _COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_keep")
 _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
+#: name -> lower and upper limit, both included
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
     "replicas": (1, math.inf),
@@ -384,7 +390,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
 }
-#: by name: the pattern for the whole text, and its description
+#: name -> pattern for the whole text, and description of the pattern
 _FORMS: Mapping[str, tuple[str, str]] = {
     **{name: ("|".join(kinds), f"one of {', '.join(kinds)}") for name, kinds in _CHOICES.items()},
     "communicator": (rf"auto|gloo|nccl|{_FACTORY}", "one of auto, gloo, nccl"),
@@ -416,22 +422,24 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
 
 
 def is_stand_in(communicator: str) -> bool:
-    """Return whether it is MODULE:FACTORY, with which tests name a stand-in for NCCL."""
+    """Return whether a communicator is MODULE:FACTORY, with which tests name a stand-in for
+    NCCL."""
     return re.fullmatch(_FACTORY, communicator) is not None
 
 
 def default_of(entry: dataclasses.Field[Any], communicator: str) -> Any:
-    """Return the value of a field in a run without settings."""
+    """Return the value of a field in a run with this communicator and no other settings."""
     nccl = entry.metadata["nccl"]
     return nccl if communicator == "nccl" and nccl is not None else entry.metadata["default"]
 
 
 def has_flag(field_name: str) -> bool:
-    """Return whether a user chooses this field, with a flag of its own."""
+    """Return whether the field has a flag of its own, as a user chooses its value."""
     return "of" not in FIELDS[field_name].metadata
 
 
 def flag_name(field_name: str) -> str:
-    """Return a field's flag, as ``--deadpool-hang-seconds`` or ``--deadpool-set dscp``."""
+    """Return the flag that sets a field, as ``--deadpool-hang-seconds`` or ``--deadpool-set
+    dscp``."""
     name = field_name.replace("_", "-")
     return f"--deadpool-{name}" if has_flag(field_name) else f"{SET_FLAG} {name}"

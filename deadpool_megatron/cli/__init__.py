@@ -1,9 +1,9 @@
-"""The ``deadpool`` command: a module for each group of sub-commands, imported when it is used.
+"""The ``deadpool`` command. Each group of sub-commands has a module, which is imported on use.
 
 Each module has ``add_arguments(parser)`` and ``run(args) -> int``, and its docstring describes the
 sub-command. ``args.subcommand`` is the name of the sub-command, ``args.command`` the part after the
-first ``--``, ``args.options`` the part before it. A user's error, or an error of the system before
-anything is started, prints a line on standard error; the exit status is 2.
+first ``--``, ``args.options`` the part before it. For a user's error, and for an error of the
+system before a process is started, the command prints a line on standard error and exits with 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from deadpool_megatron.cli.common import CommandError, refusing_system_errors
 from deadpool_megatron.failures import ExitStatus
 from deadpool_megatron.observe.narration import printable
 
-# Sub-command -> its module and its help, by topic; the order is that of the help text.
+# Topic -> sub-command -> its module and its help, in the order of the help text. A sub-command
+# without help is internal.
 TOPICS = {
     "train": {
         "run": ("start.run", "train, and keep training when nodes die"),
@@ -65,14 +66,14 @@ TOPICS = {
     },
 }
 COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
-# Programs that start others, at the start of a command or after -m.
+# Launchers: programs that start other programs, as the first word of a command or after -m.
 _LAUNCHER = re.compile(
     r"torchrun|srun|mpirun|accelerate|python[\d.]*|(torch\.distributed|accelerate\.commands)\.\w+"
 )
-# Their files are private to the run's user, unless the variable changes the mask.
+# Sub-commands whose files are private to the run's user, unless UMASK_VARIABLE changes the mask.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
-# A run depends on these commands. They report errors of the system as a line only until they have
-# started a process; later a traceback is more useful.
+# Sub-commands that a run depends on. They report errors of the system as a line only until they
+# have started a process; later a traceback is more useful.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
 _ADVICE = "see --help; a command follows '--'"
 UMASK_VARIABLE = "DEADPOOL_UMASK"
@@ -91,9 +92,9 @@ examples:
 
 
 class _Output(io.FileIO):
-    """Standard output or error that survives the end of its reader: a terminal closes, ``head``
-    ends, the disk of ``> run.log`` is full. Failed writes are dropped. ``failed``: their error,
-    unless the reader ended."""
+    """A standard stream that drops failed writes: after its terminal has closed or ``head`` has
+    exited, or when the disk of ``> run.log`` is full. ``failed``: the error of the last failed
+    write, except after the end of the reader."""
 
     failed: OSError | None = None
 
@@ -108,14 +109,14 @@ class _Output(io.FileIO):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; return the exit status. ``argv``: None for that of this process, whose
-    standard streams then survive the end of their readers."""
+    """Run a sub-command; return the exit status. With ``argv`` None, take the arguments of this
+    process, and make its standard streams survive the end of their readers."""
     if argv is not None:
         return _carry_out(list(argv))
     output = _open_streams()
     status = _carry_out(sys.argv[1:])
     sys.stdout.flush()
-    # The result of a command that only prints is then lost.
+    # After a failed write, the result of a command that only prints is lost.
     if output.failed is not None and sys.argv[1] not in _PARTS_OF_A_RUN:
         text = f"its output could not be written: {output.failed.strerror}"
         print(f"deadpool {sys.argv[1]}: {text}", file=sys.stderr)
@@ -125,13 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_streams() -> _Output:
     """Create the standard streams, on the null device if closed; return standard output."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a socket would get the number
+    # Open all closed streams, so that no socket gets a number up to 2.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
     sys.stdin = sys.stdin or os.fdopen(0)
     output, errors = (_Output(number, "w", closefd=False) for number in (1, 2))
     sys.stdout, sys.stderr = (
-        # Characters that a terminal lacks are escaped.
+        # Escape characters that the terminal's encoding lacks.
         io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", line_buffering=by_line)
         for raw, by_line in ((output, output.isatty()), (errors, True))
     )
@@ -139,25 +141,27 @@ def _open_streams() -> _Output:
 
 
 def _without_launcher(tokens: list[str]) -> list[str]:
-    """Return a command that was pasted with a launcher from its script, or ``-m MODULE``, on; any
-    other command as it is."""
-    heads = [n for n, token in enumerate(tokens) if _LAUNCHER.fullmatch(Path(token).name)]
-    if not heads or heads[0] != (tokens[0] == "-m"):
+    """Return a command that starts with a launcher from its script, or ``-m MODULE``, on; return
+    any other command unchanged."""
+    launchers = [n for n, token in enumerate(tokens) if _LAUNCHER.fullmatch(Path(token).name)]
+    # The command starts with a launcher, or with "-m" and a launcher.
+    if not launchers or launchers[0] != (tokens[0] == "-m"):
         return tokens
     starts = [n for n, token in enumerate(tokens) if token == "-m" or token.endswith(".py")]
-    start = next((n for n in starts if n + 1 not in heads), 0)
+    # The "-m" before a launcher's module does not start the user's command.
+    start = next((n for n in starts if n + 1 not in launchers), 0)
     if start:
-        left = " ".join(tokens[:start])
-        print(f"deadpool: '{left}' is left out: deadpool starts the processes", file=sys.stderr)
+        prefix = " ".join(tokens[:start])
+        print(f"deadpool: '{prefix}' is left out: deadpool starts the processes", file=sys.stderr)
     return tokens[start:]
 
 
-def _carry_out(given: list[str]) -> int:
+def _carry_out(argv: list[str]) -> int:
     # The part after the first "--" is the user's command and is not parsed here.
-    options, command = given, []
-    if "--" in given:
-        cut = given.index("--")
-        options, command = given[:cut], given[cut + 1 :]
+    options, command = argv, []
+    if "--" in argv:
+        cut = argv.index("--")
+        options, command = argv[:cut], argv[cut + 1 :]
     tokens = ["--help" if token == "--help-all" else token for token in options]
     args = _parser(options).parse_args(tokens)
     args.options, args.command = options, _without_launcher(command)
@@ -177,9 +181,10 @@ def _carry_out(given: list[str]) -> int:
 
 
 def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
-    """Return the option that names the file of a system error; empty if none does."""
+    """Return the user's option that names the file of a system error, with a space; empty if none
+    does."""
     if (file := getattr(cause, "filename", None)) is None:
-        return ""  # else an option without a value would be named
+        return ""  # "None" would match an option without a value
     given = vars(args).items()
     names = [name.replace("_", "-") for name, value in given if str(value) == str(file)]
     for word in filter(None, args.options):
@@ -197,12 +202,12 @@ def _umask() -> int:
 
 
 class _HelpParser(argparse.ArgumentParser):
-    """Keeps the line breaks of descriptions and examples, also in sub-commands, and omits the
-    settings of a run from the help unless it ``shows_all``. An error is a line; for an
-    unknown option it names the closest option."""
+    """A parser that keeps the line breaks of descriptions and examples, and omits the settings of a
+    run from the help unless ``shows_all``. It prints an error as a line, and for an unknown option
+    suggests the closest known option."""
 
     def __init__(self, *, shows_all: bool = False, description: str = "", **options: Any) -> None:
-        # Examples and exit statuses of the description come after the options.
+        # The help shows the description's examples and exit statuses after the options.
         head, *rest = re.split(r"\n(?=examples:|[Ee]xit status:)", description, maxsplit=1)
         shown = {"description": head, "epilog": "".join(rest), **options}
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **shown)
@@ -221,17 +226,18 @@ class _HelpParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See the base class."""
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if option := next((token for token in unknown if token.startswith("-")), ""):
             near = difflib.get_close_matches(option, self._option_string_actions, 1)
             hint = f"do you mean {near[0]}?" if near else _ADVICE
             self.error(f"there is no option {option}: {arguments.advice_for_old(option) or hint}")
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: {_ADVICE}")
-        return found, unknown
+        return parsed, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Refuse an empty path, as of an unset variable: it would be the current directory."""
+        """Refuse an empty path. It comes from an unset variable, and would mean the current
+        directory."""
         if action.type is Path and not arg_string:
             raise argparse.ArgumentError(action, "the path is empty")
         return super()._get_value(action, arg_string)

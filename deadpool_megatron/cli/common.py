@@ -1,6 +1,5 @@
-"""Helpers of several sub-commands: the error with exit status 2, warnings, the size of a run,
-requests to its coordinator, addresses, and text in aligned columns, which looks the same on a
-terminal, in a log and in a bug report.
+"""Helpers that several sub-commands share: errors with exit status 2, warnings, the size of a run,
+requests to its coordinator, addresses, and tables of plain text.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SIOCGIFADDR = 0x8915
 _ASK_SECONDS = 10.0
 _UNANSWERED = TABLE[State.UNANSWERED]["to_do"]
 _NO_ADDRESS = "has no coordinator yet, or its coordinator.json was removed"
-#: limit of a poll: two addresses are tried before a Prometheus server ends a scrape, after 10 s
+#: limit of a poll at one address; two addresses must fit into the 10 s of a Prometheus scrape
 POLL_SECONDS = 3.0
 
 
@@ -68,13 +67,14 @@ class RequestRefused(CommandError):
 
 
 class DumpFailed(RequestRefused):
-    """The run has ended, and its state is only in memory; the message gives the reason."""
+    """The run has ended without its dump, so its state is only in memory; the message gives the
+    reason."""
 
     prefix = "the run has ended"
 
 
-#: errors when a coordinator is lost or its journal fails, or while a run directory that was
-#: available at the start is not
+#: errors of a request that may succeed later: the coordinator is lost, its journal fails, or the
+#: run directory is not available for a while
 TRANSIENT = (
     *(CommandError, run_files.RunDirectoryError, OwnershipError),
     *(auth.AuthenticationError, OSError),
@@ -83,8 +83,8 @@ TRANSIENT = (
 
 @contextmanager
 def refusing_system_errors() -> Iterator[None]:
-    """Report errors of the system as bad input: no space, no permission. Only before anything is
-    started: later a traceback is more useful. Raises CommandError.
+    """Turn an error of the system, such as no space or no permission, into a CommandError. For use
+    before a process is started; later a traceback is more useful.
     """
     try:
         yield
@@ -122,8 +122,8 @@ def add_run_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_size(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``default``: the help
-    text on the size of a run without them."""
+    """Add ``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``default``: the text of
+    the help for the number of nodes without ``--nodes``."""
     text = f"nodes that train (default: {default})"
     parser.add_argument("--nodes", type=number(int, 1), metavar="N", help=text)
     text = "nodes that wait, warm (default: 0, and 1 without --nodes)"
@@ -137,11 +137,12 @@ def add_size(parser: argparse.ArgumentParser, default: str) -> None:
 def size_conflict(
     args: argparse.Namespace, info: RunInfo, *names: str
 ) -> tuple[str, int, int] | None:
-    """Return the flag of a given size that differs from the run's, with both values, or None."""
+    """Return the first flag among ``names`` whose value differs from the run's, the value, and that
+    of the run. Return None if no flag differs; a flag that is not given never does."""
     for name in names:
-        given, known = getattr(args, name), getattr(info, name)
-        if given and given != known:
-            return f"--{name.replace('_', '-')}", given, known
+        value, run_value = getattr(args, name), getattr(info, name)
+        if value and value != run_value:
+            return f"--{name.replace('_', '-')}", value, run_value
     return None
 
 
@@ -159,8 +160,8 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 def make_info(
     args: argparse.Namespace, settings: Settings, restore: Sequence[Restore] = (), first: int = 0
 ) -> RunInfo:
-    """Return the facts of a new run, with a new run id. ``first``: the role of rank 0, if it is
-    that of another run."""
+    """Return the facts of a new run, with a new run id. ``first``: the role of rank 0 in the run
+    that this run continues, else 0."""
     return RunInfo(
         run_id=secrets.token_hex(4),
         world_size=args.nodes * args.nproc_per_node,
@@ -185,10 +186,11 @@ def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
 def ask(
     run: RunDirectory, message: Mapping[str, Any], limit_seconds: float = _ASK_SECONDS
 ) -> dict[str, Any]:
-    """Send a command to the run's coordinator: to the published address, and if that does not
-    answer within the limit, to the address of the newest term in the journal.
+    """Send a command to the run's coordinator and return its answer.
 
-    Raises RunNotReachable if no coordinator can accept it now, CommandError if it declines.
+    The published address is tried first; if it does not answer within the limit, the address of
+    the newest term in the journal. Raises RunNotReachable if no coordinator can accept the command
+    now, CommandError if the coordinator declines.
     """
     info = run.read_run()
     published, failure = coordinator_address(run), RunNotReachable(f"{run.path} {_NO_ADDRESS}")
@@ -222,8 +224,8 @@ def ask_at(
     except (OSError, UnicodeError, WireError) as error:
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
-        left = remaining_memory(run)
-        advice = f"all its processes ended; {left}" if left else _UNANSWERED.format(run=run.path)
+        line = remaining_memory(run)
+        advice = f"all its processes ended; {line}" if line else _UNANSWERED.format(run=run.path)
         if isinstance(error, auth.AuthenticationError):  # the run may be healthy
             advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
         raise RunNotReachable(
@@ -247,8 +249,8 @@ class StatusPoller:
         self._last_error = ""
 
     def status(self) -> dict[str, Any] | None:
-        """Return the content of ``deadpool status --json``; None without an answer, or if the run
-        has its result. An error of the run directory is printed once, on standard error.
+        """Return the coordinator's status; None if it does not answer or the run has its result.
+        Print an error of the run directory on standard error, and equal errors in a row once.
         """
         if self.run.final.exists() or not (self.run.path / run_files.RUN_FILE).exists():
             return None
@@ -265,19 +267,19 @@ class StatusPoller:
 
     def view(self, story: Story) -> View:
         """Return the present view of the run. A status of another version counts as no answer."""
-        final, left = None, ""
+        final, remaining = None, ""
         with suppress(run_files.RunDirectoryError):
             final = self.run.read_final() if self.run.has_final() else None
         if (status := self.status()) is None:
-            left = remaining_memory(self.run)
+            remaining = remaining_memory(self.run)
         now, run = time.time(), self.run.path
         try:
-            return view(story, status, run, now, left=left, final=final)
+            return view(story, status, run, now, remaining=remaining, final=final)
         except DAMAGE:
-            return view(story, None, run, now, left=left, final=final)
+            return view(story, None, run, now, remaining=remaining, final=final)
 
 
-def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(run_view: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and texts of the facts on the whole run. Raises :data:`events.DAMAGE` for the
     status of another version."""
     term, rpo, export = (status[name] for name in ("coordinator", "rpo", "export"))
@@ -285,25 +287,26 @@ def facts(seen: View, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = rpo["most_lost_seconds"]
     about = "" if seconds is None else f", about {seconds:.1f} s"
     wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
-    found = [
+    pairs = [
         ("coordinator", f"term {term['term']} at {term['host']}:{term['port']}{node}"),
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
     ]
-    found += [("size", seen.replicas)] if seen.replicas else []
-    if status["epoch"] and seen.state is not State.OVER:
-        found.append(("lost if a node fails now (RPO)", f"{seen.at_risk()}{about}"))
+    pairs += [("size", run_view.replicas)] if run_view.replicas else []
+    if status["epoch"] and run_view.state is not State.OVER:
+        pairs.append(("lost if a node fails now (RPO)", f"{run_view.at_risk()}{about}"))
     requests = map(Request.from_dict, status["requests"])
-    found += [(f"request {request.number}", request.to_line()) for request in requests]
+    pairs += [(f"request {request.number}", request.to_line()) for request in requests]
     if now := export["now"]:
-        found.append(("checkpoint", f"of iteration {now['iteration']}, {now['step']}"))
+        pairs.append(("checkpoint", f"of iteration {now['iteration']}, {now['step']}"))
     if last := export["last"]:
         result = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
-        found.append(("last checkpoint", f"of iteration {last['iteration']}, {result}"))
-    return [*found, *seen.notes()]
+        pairs.append(("last checkpoint", f"of iteration {last['iteration']}, {result}"))
+    return [*pairs, *run_view.notes()]
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``HOST:PORT`` and resolve the host, as later nothing may block."""
+    """Parse ``HOST:PORT``. Resolve the host here, as later callers must not block. Raises
+    CommandError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise CommandError(f"{text!r} is not HOST:PORT")
@@ -324,8 +327,9 @@ def host_address(host: str) -> str:
 
 
 def local_address(text: str) -> str:
-    """Return the value of ``--deadpool-interface`` on this machine: the address of the interface of
-    that name, or the address (or host name) itself. Raises CommandError for anything else.
+    """Return the address that a value of ``--deadpool-interface`` means on this machine: that of
+    the interface with this name, or the value itself if it is an address or a host name. Raises
+    CommandError for any other value.
     """
     names = [name for _, name in socket.if_nameindex()]
     if text in names:
@@ -354,7 +358,7 @@ def interface_address(name: str) -> str:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError as error:
-            names = ", ".join(found for _, found in socket.if_nameindex())
+            names = ", ".join(other for _, other in socket.if_nameindex())
             raise CommandError(
                 f"network interface {name!r} has no IPv4 address ({error.strerror}); there are:"
                 f" {names}"
@@ -363,7 +367,8 @@ def interface_address(name: str) -> str:
 
 
 def nccl_address(environment: Mapping[str, str]) -> str | None:
-    """Return the address of the first interface with an address among those set for NCCL."""
+    """Return the address of the first interface that ``NCCL_SOCKET_IFNAME`` names and that has an
+    IPv4 address. Return None if there is none, or the variable names exclusions (``^``)."""
     named = environment.get("NCCL_SOCKET_IFNAME", "")
     parts = [part for part in named.lstrip("=").split(",") if part and named[0] != "^"]
     for _, name in socket.if_nameindex():
@@ -374,7 +379,7 @@ def nccl_address(environment: Mapping[str, str]) -> str | None:
 
 
 def listen_address(text: str, *, min_port: int = 1) -> tuple[str, int]:
-    """Return host and port of ``--listen ADDR:PORT``; raise CommandError for anything else."""
+    """Return host and port of ``--listen ADDR:PORT``. Raises CommandError for another form."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or not min_port <= int(port) <= 65535:
         raise CommandError(f"--listen {text}: give ADDRESS:PORT, like 127.0.0.1:9478")
@@ -389,8 +394,8 @@ def url_host(host: str) -> str:
 def listen(
     host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
 ) -> socket.socket:
-    """Return a listening TCP socket. Raises CommandError if the address is not available, with the
-    flag to change: the first of ``flags`` for the port, the second for the address."""
+    """Return a listening TCP socket. Raises CommandError if the address is not available; the
+    message names the flag to change, which ``flags`` gives for the port and for the address."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -435,8 +440,8 @@ def size(count: float) -> str:
 
 
 def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
-    """Print a line for this directory, and for each directory of the run's checkpoints, that
-    another user could replace."""
+    """Print a line for each directory that another user could replace, among this directory and
+    those of the run's checkpoints."""
     paths = [path]
     if info is not None:
         tokens = (*info.command, "")
@@ -447,7 +452,8 @@ def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
 
 
 def ignore_notices() -> None:
-    """Ignore a scheduler's notice before a time limit, in this process and all that it starts."""
+    """Ignore SIGUSR1, a scheduler's notice before a time limit, in this process and those that it
+    starts."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 

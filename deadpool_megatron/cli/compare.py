@@ -24,20 +24,22 @@ from deadpool_megatron.cli.run_result import ResultError, RoleResult, RunResult,
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.observe.narration import count, printable
 
-# Limits of listed differences: after the first, a run differs everywhere.
-_SHOWN = 12
-_LISTED = 1000
+# Limits of printed differences, and of those in a Comparison: after the first difference, runs
+# differ everywhere.
+_MAX_PRINTED = 12
+_MAX_KEPT = 1000
 _UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of them in each run"
 _GENERATORS = ("random state of numpy", "random state of python")
 _UNSEEDED_STATES = {"state"} | {f"state ({x})" for x in (*_GENERATORS, ", ".join(_GENERATORS))}
-_COMPARED = ("roles", "steps", "evaluations", "hashes")
+_COUNT_NAMES = ("roles", "steps", "evaluations", "hashes")
 _Runs = tuple[RunResult, RunResult]
 _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of the runs; ``iteration`` None: at the end."""
+    """A difference of two runs. ``first`` and ``second``: the values of the runs as text;
+    ``iteration``: None at the end; ``role``: None if it concerns all roles."""
 
     name: str
     iteration: int | None
@@ -49,7 +51,7 @@ class Difference:
         place = "at the end" if self.iteration is None else f"iteration {self.iteration}"
         if self.role is not None:
             place += f", role {self.role}"
-        return f"{place}: {self.name}: {_shown(self.first)} and {_shown(self.second)}"
+        return f"{place}: {self.name}: {_readable(self.first)} and {_readable(self.second)}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -59,11 +61,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. ``differences``: those listed, in the order of training; none if the runs are
-    bit-identical. ``more``: the number of differences that are not listed.
+    """A comparison of two runs. ``differences``: the first differences in the order of training;
+    empty if the runs are bit-identical. ``more``: the number of further differences.
 
-    ``compared``: counts of role hashes at the end, steps, evaluations, and role hashes at
-    iterations at which both runs have them.
+    ``compared``: the numbers of roles at the end, steps, evaluations, and hashes of roles during
+    training that were compared.
     """
 
     differences: tuple[Difference, ...]
@@ -86,8 +88,8 @@ class Comparison:
 
 
 def compare_results(first: RunResult, second: RunResult) -> Comparison:
-    """Compare two finished runs. Raises ResultError if a run has no steps or no state hashes, as
-    such runs must not count as identical.
+    """Compare two finished runs. Raises ResultError if a run has no steps or no final states, as
+    two such runs must not count as identical.
     """
     runs = first, second
     for result in runs:
@@ -96,7 +98,7 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
             if result.reason:
                 ending += f", {result.reason}"
             raise ResultError(f"{result.directory} ended without results ({ending})")
-    # A resumed run has only its own steps.
+    # A resumed run has no steps before its resume point.
     start = max(first.resumed_after, second.resumed_after)
     compared = Counter[str]()
     during = heapq.merge(
@@ -106,14 +108,14 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
         _hashes(runs, compared),
         key=lambda entry: (entry.iteration or 0, -1 if entry.role is None else entry.role),
     )
-    found = itertools.chain(during, _ends(runs, compared))
-    listed = tuple(itertools.islice(found, _LISTED))
-    more = sum(1 for _ in found)
-    return Comparison(listed, {name: compared[name] for name in _COMPARED}, more)
+    differences = itertools.chain(during, _ends(runs, compared))
+    kept = tuple(itertools.islice(differences, _MAX_KEPT))
+    more = sum(1 for _ in differences)
+    return Comparison(kept, {name: compared[name] for name in _COUNT_NAMES}, more)
 
 
 def _sizes(runs: _Runs, start: int) -> Iterator[Difference]:
-    """Yield a difference for all iterations in a row that differ in the number of ranks."""
+    """Yield a difference for each span of iterations in which the numbers of ranks differ."""
     last = max(run.iterations for run in runs)
     marks = {k for run in runs for k in run.story.sizes if start < k <= last}
     for begin, end in itertools.pairwise(sorted({start + 1, *marks, last + 1})):
@@ -122,12 +124,13 @@ def _sizes(runs: _Runs, start: int) -> Iterator[Difference]:
 
 
 def _are_alike(runs: _Runs, iteration: int) -> bool:
-    """Return whether both runs computed an iteration with as many ranks."""
+    """Return whether both runs computed an iteration with the same number of ranks."""
     return runs[0].ranks_at(iteration) == runs[1].ranks_at(iteration)
 
 
 def _steps(runs: _Runs, start: int, compared: Counter[str]) -> Iterator[Difference]:
-    """Yield the differences of steps in order, with two of millions of steps in memory."""
+    """Yield the differences of steps in order. Only two steps at a time are in memory, as a run
+    may have millions."""
     sides = [run.story.steps for run in runs]
     in_order = heapq.merge(*(side.after(start) for side in sides), key=attrgetter("iteration"))
     for iteration, group in itertools.groupby(in_order, attrgetter("iteration")):
@@ -154,7 +157,7 @@ def _evaluations(runs: _Runs, start: int, compared: Counter[str]) -> Iterator[Di
 
 
 def _hashes(runs: _Runs, compared: Counter[str]) -> Iterator[Difference]:
-    """Yield the differences of hashes during the runs, at iterations at which both have them."""
+    """Yield the differences between state hashes at iterations for which both runs have them."""
     sides = [run.story.hashes or {} for run in runs]
     for iteration in sorted(k for k in sides[0].keys() & sides[1].keys() if _are_alike(runs, k)):
         left, right = (hashes[iteration] for hashes in sides)
@@ -179,7 +182,8 @@ def _ends(runs: _Runs, compared: Counter[str]) -> Iterator[Difference]:
 
 
 def _state(first: RoleResult, second: RoleResult) -> str:
-    """Return the name of a difference of states, by their differing entries if they have any."""
+    """Return the name of a difference of states, with the entries that differ if both roles have
+    entries."""
     if not (first.entries and second.entries):
         return "state"
     names = sorted(name for name, _ in first.entries.items() ^ second.entries.items())
@@ -198,8 +202,9 @@ def _presence(*are_present: bool) -> list[str]:
     return ["present" if is_present else "missing" for is_present in are_present]
 
 
-def _shown(text: str) -> str:
-    """Format a value: hexadecimal floats with their value, hashes shortened."""
+def _readable(text: str) -> str:
+    """Return the text of a value, with a hash shortened and the decimal value of a hexadecimal
+    float added."""
     if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
         return text[:12]
     if text.startswith(("0x", "-0x")):
@@ -209,7 +214,8 @@ def _shown(text: str) -> str:
 
 
 def command_note(first: Path, second: Path) -> str:
-    """Return lines with the commands of the runs if they differ, which explains differences."""
+    """Return lines with the commands of the runs; empty if the commands are equal or unknown.
+    Different commands explain different results."""
     try:
         infos = [RunDirectory(path).read_run(only_to_show=True) for path in (first, second)]
     except RunDirectoryError:
@@ -227,9 +233,9 @@ def describe(comparison: Comparison) -> list[str]:
     if counts["hashes"]:
         extent += f", {count(counts['hashes'], 'state')} on the way"
     lines = [f"bit-identical: {'yes' if comparison.identical else 'no'}   (compared: {extent})"]
-    for number, entry in enumerate(comparison.differences[:_SHOWN]):
+    for number, entry in enumerate(comparison.differences[:_MAX_PRINTED]):
         lines.append(f"  then {entry}" if number else f"first difference: {entry}")
-    if more := max(0, len(comparison.differences) - _SHOWN) + comparison.more:
+    if more := max(0, len(comparison.differences) - _MAX_PRINTED) + comparison.more:
         lines.append(f"  and {more} more")
     if _UNSEEDED_STATES.issuperset(entry.name for entry in comparison.differences):
         lines += [f"  all else is equal: {_UNSEEDED}"] if comparison.differences else []

@@ -46,12 +46,12 @@ from deadpool_megatron.process_names import interpreter
 CONFIG = "configs/tiny.args"
 _TRAINER = "deadpool_megatron.trainer"
 _POLL_SECONDS = 0.05
-# The configuration warms the learning rate up for five iterations; a few more follow.
+# The configuration warms the learning rate up for five iterations; some must follow.
 _MIN_ITERATIONS = 8
 
 
 class DemoError(Exception):
-    """The demo cannot run, or a run of it failed."""
+    """The demo cannot run, or a run of it failed. ``status``: the exit status of the demo."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -60,7 +60,8 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class DemoRun:
-    """A finished run of the demo; ``killed_at``: wall clock of the kill."""
+    """A finished run of the demo. ``seconds``: its duration; ``killed_at``: wall clock of the kill,
+    None for a run without a kill."""
 
     directory: Path
     command: list[str]
@@ -71,7 +72,8 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class DemoSize:
-    """The size of the runs, and their devices. ``environment``: variables that are added."""
+    """The size and the devices of the runs. ``environment``: variables for their processes;
+    ``options``: further options of ``deadpool run``; ``flags``: further flags of the trainer."""
 
     nproc_per_node: int
     tensor: int
@@ -84,13 +86,13 @@ class DemoSize:
     flags: str = ""
 
 
-#: Without visible GPUs, whose numbers may differ between the runs.
+#: No GPU is visible, as the runs might get different numbers from GPUs.
 ON_CPUS = DemoSize(2, 2, "gloo", {GPU_VARIABLE: ""})
 #: Each process needs a GPU of its own, also on the spare node.
 ON_GPUS = DemoSize(1, 1, "nccl", {})
 _OPTIONS = "--refill 1 --deadpool-elastic on --deadpool-elastic-wait 0.1"
 _OPTIONS += " --deadpool-set settle-seconds=2 --deadpool-set hash-interval=1"
-#: The batch divides by 3 and 2; the rates do not depend on the number of iterations.
+#: The batch divides by 3 and 2; the learning rates do not depend on the number of iterations.
 _FLAGS = "--global-batch-size 12 --lr-decay-style constant"
 ELASTIC = DemoSize(1, 1, "gloo", ON_CPUS.environment, 3, 0, 1, _OPTIONS, _FLAGS)
 
@@ -125,8 +127,8 @@ def kill_fault(iteration: int, target: str = "node") -> dict[str, Any]:
 def train(
     command: list[str], environment: Mapping[str, str], directory: Path, display: Display
 ) -> int:
-    """Run ``deadpool run`` and show its events; return its exit status. ``directory``: its run
-    directory. When the demo is interrupted, the run is ended before the exception is passed on.
+    """Execute ``deadpool run`` and show its events; return its exit status. ``directory``: its run
+    directory. If the demo is interrupted, end the run and pass the exception on.
     """
     follower = Follower(RunDirectory(directory), display)
     # In its own session: Ctrl-C in the terminal reaches only the demo.
@@ -153,7 +155,8 @@ def run_once(
     fault: dict[str, Any] | None = None,
     size: DemoSize = ON_CPUS,
 ) -> DemoRun:
-    """Run to the end in ``base/name``, with ``fault`` if given. Raises DemoError."""
+    """Train to the end in the run directory ``base/name``, with ``fault`` if it is not None. Raises
+    DemoError."""
     directory = base / name
     environment = {**os.environ, **size.environment}
     environment.pop(FAULTS_VARIABLE, None)
@@ -180,7 +183,7 @@ def run_once(
 @dataclass(frozen=True)
 class Outcome:
     """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the
-    interrupted step, by the clock of this host. ``event``: the cause of the recovery."""
+    interrupted step, by the clock of this host. ``event``: the begin of the closing sentence."""
 
     undisturbed: DemoRun
     failed: DemoRun
@@ -215,7 +218,8 @@ class Outcome:
 
 
 def compare_runs(undisturbed: DemoRun, failed: DemoRun, kill_iteration: int) -> Outcome:
-    """Compare the runs. Raises DemoError if the kill or the recovery did not happen."""
+    """Compare the runs. Raises DemoError if the kill or the recovery did not happen, or a run has
+    nothing to compare."""
     if failed.killed_at is None:
         raise DemoError("the node was not killed: the planned fault was never injected", 1)
     if not failed.result.recoveries:
@@ -323,24 +327,26 @@ def _elastic_run(display: Display, base: Path, args: argparse.Namespace) -> list
         text = f"it trained with {[*sizes.values()]} nodes in turn, in {len(recoveries)} recoveries"
         raise DemoError(f"{text}: give more --iterations", 1)
     display.line("\n2. Stock training at the same sizes, each from the state at the change")
-    found, whole, lasts = list[Outcome](), Story(), [*(k - 1 for k in story.sizes), iterations]
-    changes = zip(sizes.items(), lasts, [None, *recoveries], strict=True)
+    outcomes, stock_story = list[Outcome](), Story()
+    ends = [*(k - 1 for k in story.sizes), iterations]
+    changes = zip(sizes.items(), ends, [None, *recoveries], strict=True)
     for (first, ranks), last, change in changes:
         display.status(f"{ranks} model replicas, iterations {first} to {last}", last / iterations)
-        stock = _train_stock(base, ranks, first, last, whole)
+        stock = _train_stock(base, ranks, first, last, stock_story)
         if change is not None:
-            own = [asdict(each) for each in story.steps.after(first - 1) if each.iteration <= last]
+            steps = [asdict(s) for s in story.steps.after(first - 1) if s.iteration <= last]
             states = (story.hashes or {}).get(last, {})
-            part = _part(ranks, first, last, Story(), own, states)
+            part = _part(ranks, first, last, Story(), steps, states)
             event = f"The change to {ranks} model replicas stopped training"
             comparison = compare_results(stock.result, part)
-            found.append(Outcome(stock, run, comparison, change, first, change.seconds, event))
+            outcomes.append(Outcome(stock, run, comparison, change, first, change.seconds, event))
     display.close()
-    return found
+    return outcomes
 
 
 def _part(ranks: int, first: int, last: int, story: Story, steps: Any, states: Any) -> RunResult:
-    """Return the result of a part of a training. ``states``: hashes by rank, at its end."""
+    """Return the result of the iterations ``first`` to ``last`` of a training, whose steps are
+    added to ``story``. ``states``: hashes by rank after the last iteration."""
     for step in steps:
         story.steps.add(step["iteration"], step, 0.0)
     roles = {rank: RoleResult(state, None, {}) for rank, state in states.items()}
@@ -348,7 +354,8 @@ def _part(ranks: int, first: int, last: int, story: Story, steps: Any, states: A
 
 
 def _train_stock(base: Path, ranks: int, first: int, last: int, story: Story) -> DemoRun:
-    """Train without protection to an iteration, from where the last such training has ended."""
+    """Train with stock Megatron up to the iteration ``last``, from the checkpoint of the previous
+    call, if any. The steps are added to ``story``. Raises DemoError."""
     out, saves, began = base / "stock.json", base / "saves", time.monotonic()
     protected = launch_command(base, last, ELASTIC)
     command = [
@@ -375,6 +382,7 @@ def _train_stock(base: Path, ranks: int, first: int, last: int, story: Story) ->
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raise CommandError if the demo cannot run here with these arguments."""
     problem = ""
     if find_shipped(CONFIG) is None:
         problem = f"{CONFIG} is missing: install the package again"

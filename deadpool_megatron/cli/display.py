@@ -1,4 +1,4 @@
-"""The output of a command on a terminal or in a log: lines, and a status."""
+"""Prints the output of a command on a terminal or in a log: lines, and a status."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 class Display:
-    """Prints lines, and a status of the present activity.
+    """Prints lines, and the status of the present activity.
 
-    On a terminal lines have colours, and the status is a line at the bottom; elsewhere a changed
-    status becomes a line, at most once a second. ``stream``: None for standard output; ``quiet``:
-    print nothing.
+    On a terminal, lines have colours, and the status stays at the bottom. Elsewhere a changed
+    status is printed as a line, at most once a second. ``stream``: None for standard output;
+    ``quiet``: print nothing.
     """
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
@@ -31,7 +31,7 @@ class Display:
         self._printed = -_STATUS_SECONDS
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
+        """Print a line above the status."""
         status, text = self._status, printable(text)
         if not self._on_terminal:
             self.close()
@@ -56,7 +56,7 @@ class Display:
             self.close()
 
     def close(self) -> None:
-        """Leave the last status as a line. Lines can be printed afterwards, too."""
+        """Print the status as a line that stays. The display can still be used."""
         if self._status:
             self._print("\n" if self._on_terminal else f"{self._status}\n")
             self._last = self._status
@@ -68,6 +68,6 @@ class Display:
 
 
 def _bar(part: float) -> str:
-    """Return ``[#####...............]``, in characters of every terminal."""
+    """Return a bar like ``[#####...............]``, in characters that every terminal has."""
     full = round(_BAR_CHARACTERS * min(1.0, max(0.0, part)))
     return f"[{'#' * full:.<{_BAR_CHARACTERS}}]"

@@ -22,8 +22,8 @@ from pathlib import Path
 import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError
 
-# A file that identifies the folder.
-_KNOWN = "configs/tiny.args"
+# The folder is recognized by this file.
+_MARKER = "configs/tiny.args"
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
@@ -33,17 +33,18 @@ def add_arguments(_parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool examples``. Raises CommandError if the files are missing."""
     del args
-    if (found := find_shipped(_KNOWN)) is None:
+    if (marker := find_shipped(_MARKER)) is None:
         roots = ", ".join(map(str, shipped_roots()))
-        raise CommandError(f"{_KNOWN} is missing: install the package again (looked in {roots})")
-    print(found.parents[1])
+        raise CommandError(f"{_MARKER} is missing: install the package again (looked in {roots})")
+    print(marker.parents[1])
     return 0
 
 
 def shipped_roots() -> list[Path]:
-    """Return the folders that may hold such files, under their names in the repository.
+    """Return the folders that may hold configs/ and scripts/, in the order of search.
 
-    First the package's parent (a checkout, or an editable installation), then pip's data folders.
+    The first is the package's parent, in a checkout or an editable installation; the others are
+    pip's data folders.
     """
     parent = Path(deadpool_megatron.__file__).parents[1]
     prefixes = [str(parent), sys.prefix, sysconfig.get_path("data"), site.getuserbase()]
@@ -52,5 +53,6 @@ def shipped_roots() -> list[Path]:
 
 
 def find_shipped(name: str) -> Path | None:
-    """Return the first file of that name, like ``configs/tiny.args``; None if there is none."""
+    """Return the path of a file like ``configs/tiny.args``, in the first folder that has it; None
+    if there is none."""
     return next((root / name for root in shipped_roots() if (root / name).is_file()), None)

@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
             for code, row in MEANINGS.items()
         ]
         print("\n".join([_HEAD, *rows]))
-    elif (found := MEANINGS.get(args.code.lower())) is None:
+    elif (meaning := MEANINGS.get(args.code.lower())) is None:
         raise CommandError(f"no code {args.code!r}; there are: {', '.join(MEANINGS)}")
     else:
-        print(f"{args.code}: {found.called}")
-        print(f"  evidence    {found.noticed}\n  what to do  {found.to_do or 'nothing'}")
+        print(f"{args.code}: {meaning.called}")
+        print(f"  evidence    {meaning.noticed}\n  what to do  {meaning.to_do or 'nothing'}")
     return 0

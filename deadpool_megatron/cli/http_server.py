@@ -1,7 +1,7 @@
 """The HTTP server of ``deadpool serve`` and ``deadpool metrics``, with limits for all clients.
 
-An endless request would hold a thread, and the user's other processes share the limit of threads:
-an agent that cannot fork loses its node.
+Each request holds a thread, and the user's processes share a limit of threads. Without limits,
+endless requests could exhaust it, and an agent that cannot fork loses its node.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _REQUEST_SECONDS, MAX_REQUESTS = 20.0, 32
 
 
 class LimitedServer(ThreadingHTTPServer):
-    """Serves a limited number of requests, each for a limited time. Raises OSError."""
+    """Serves a limited number of requests, each for a limited time. Raises OSError if the address
+    is not available."""
 
     daemon_threads = True
-    request_queue_size = MAX_REQUESTS  # clients repeat dropped requests only after seconds
+    request_queue_size = MAX_REQUESTS  # a client whose connection is dropped retries after seconds
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,7 +38,7 @@ class LimitedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect or are too slow."""
-        quiet = ConnectionError | TimeoutError | RuntimeError  # the last: no more threads
-        if not isinstance(sys.exc_info()[1], quiet):
+        """Ignore clients that disconnect or are too slow, and requests that get no thread."""
+        ignored = ConnectionError | TimeoutError | RuntimeError  # RuntimeError: no thread is free
+        if not isinstance(sys.exc_info()[1], ignored):
             super().handle_error(request, client_address)

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _INTERVAL_SECONDS = 5.0
-# The last numbers of a run remain available for this time after its end.
+# The metrics remain available for this time after the end of the run.
 _LINGER_SECONDS = 60.0
-# End of the name of a gauge that is a point in time.
+# Suffix of the name of a gauge that is a point in time (wall clock, seconds).
 _TIME = "_timestamp_seconds"
 #: upper bounds of the histogram of recoveries, in seconds
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
@@ -77,7 +77,7 @@ class RunCollector:
             yield from metrics(self._poller.view(self._story), self._run_labels)
 
     def is_over(self) -> bool:
-        """Return whether the run has its result."""
+        """Return whether the run has a result."""
         return self._run.final.exists()
 
 
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _repeat(collector: RunCollector, write: Callable[[], None]) -> None:
-    """Write every few seconds, until some time after the end of the run. Raises OSError if the
-    first attempt fails; after later errors it tries again, and prints equal errors in a row once.
+    """Call ``write`` every few seconds until some time after the end of the run. Raises OSError if
+    the first call fails; later errors are printed, equal errors in a row once.
     """
     write()
     last_error = ""
@@ -129,10 +129,10 @@ def _repeat(collector: RunCollector, write: Callable[[], None]) -> None:
 
 
 def metrics(view: View, run_labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield all metrics of a run. ``run_labels``: those of ``deadpool_run_info``.
+    """Yield all metrics of a run. ``run_labels``: the labels of ``deadpool_run_info``.
 
-    Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few:
-    kinds, phases, uses, states, and for memory the node. Counters exist from the start: a server
+    Names follow Prometheus' conventions: base units, ``_total`` for counters. There are few labels:
+    kinds, phases, uses, states, and for memory the node. Counters exist from the start, as a server
     sees no increase in a series that begins at 1.
     """
     run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(run_labels))
@@ -152,8 +152,8 @@ def metrics(view: View, run_labels: Mapping[str, str]) -> Iterator[Metric]:
 def _gauges(view: View) -> Iterator[Metric]:
     story, ago = view.story, view.step_seconds_ago
     newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
-    since, goodput = story.started_at, story.goodput(view.until)
-    at = None if ago is None else view.now + view.skew - ago  # by the clock of this host
+    started_at, goodput = story.started_at, story.goodput(view.until)
+    last_at = None if ago is None else view.now + view.skew - ago  # by the clock of this host
     failures, ended = [each for each in story.failures if not each.planned], story.ended
     text = "Share of the time of nodes with roles that was spent on training."
     rpo = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
@@ -165,8 +165,8 @@ def _gauges(view: View) -> Iterator[Metric]:
         ("exposed_roles", "Roles with fewer copies than wanted.", exposed),
         ("rpo_iterations", rpo, view.max_lost),
         ("epoch", "The newest epoch.", story.epoch),
-        (f"start{_TIME}", "When the run was started, the last time.", since),
-        (f"last_step{_TIME}", "When the newest iteration was finished.", at),
+        (f"start{_TIME}", "When the run was started, the last time.", started_at),
+        (f"last_step{_TIME}", "When the newest iteration was finished.", last_at),
         ("goodput_ratio", text, goodput),
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
@@ -184,27 +184,27 @@ def _counters(view: View) -> Iterator[Metric]:
     story = view.story
     text = "From a failure to the next finished iteration."
     seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
-    resolved = [failure for failure in story.failures if failure.is_over]
-    recovered: dict[str, list[float]] = {kind: [] for kind in FailureKind}
+    recoveries = [failure for failure in story.failures if failure.is_over]
+    times_by_kind: dict[str, list[float]] = {kind: [] for kind in FailureKind}
     phases = dict.fromkeys(PHASES, 0.0)
-    for failure in resolved:
-        recovered.setdefault(failure.kind or "unknown", []).append(failure.seconds or 0.0)
+    for failure in recoveries:
+        times_by_kind.setdefault(failure.kind or "unknown", []).append(failure.seconds or 0.0)
         for phase, spent in failure.phases.items():
             phases[phase] = phases.get(phase, 0.0) + spent
-    for kind, found in sorted(recovered.items()):
-        counts = [(str(b), float(sum(s <= b for s in found))) for b in RECOVERY_BUCKETS]
-        seconds.add_metric([kind], [*counts, ("+Inf", float(len(found)))], sum(found))
-    kinds = [failure.kind for failure in story.shown if not failure.planned]
-    failed = {kind: float(kinds.count(kind)) for kind in sorted({*recovered, *kinds})}
+    for kind, times in sorted(times_by_kind.items()):
+        counts = [(str(b), float(sum(s <= b for s in times))) for b in RECOVERY_BUCKETS]
+        seconds.add_metric([kind], [*counts, ("+Inf", float(len(times)))], sum(times))
+    kinds = [failure.kind for failure in story.all_failures if not failure.planned]
+    failed = {kind: float(kinds.count(kind)) for kind in sorted({*times_by_kind, *kinds})}
     text = "Failures by kind, with those that ended the run."
     yield _family("Counter", "failures", text, "kind", failed)
-    counted = {kind: len(found) for kind, found in sorted(recovered.items())}
-    yield _family("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
+    recovered = {kind: len(times) for kind, times in sorted(times_by_kind.items())}
+    yield _family("Counter", "recoveries", "Recoveries by kind of failure.", "kind", recovered)
     yield seconds
     text = "Seconds of recoveries by phase."
     yield _family("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
     text = "Iterations computed again."
-    yield _counter("steps_recomputed", text, sum(f.steps_recomputed or 0 for f in resolved))
+    yield _counter("steps_recomputed", text, sum(f.steps_recomputed or 0 for f in recoveries))
     text = "Seconds of all roles at the commit gate."
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
@@ -222,8 +222,8 @@ def _status_metrics(view: View, status: Mapping[str, Any]) -> Iterator[Metric]:
     memory = {node: facts["vault"].get("bytes") for node, facts in nodes.items()}
     yield _family("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
-    for present in status["model_replicas"][:1]:
-        yield _gauge("model_replicas", "Data-parallel replicas of the model that train.", present)
+    for replicas in status["model_replicas"][:1]:
+        yield _gauge("model_replicas", "Data-parallel replicas of the model that train.", replicas)
     yield _family("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
     yield _family("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
     text = "Events that cannot be written to the run directory, and wait in memory."
@@ -241,13 +241,13 @@ def _counter(name: str, text: str, value: float) -> Any:
 
 
 def _family(kind: str, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
-    found = getattr(_core(), f"{kind}MetricFamily")(f"deadpool_{name}", text, labels=[label])
+    family = getattr(_core(), f"{kind}MetricFamily")(f"deadpool_{name}", text, labels=[label])
     for key, value in values.items():
         if value is not None:
-            found.add_metric([key], value)
-    return found
+            family.add_metric([key], value)
+    return family
 
 
 def _core() -> Any:
-    """Return the classes of ``prometheus_client``, which other commands do not need."""
+    """Return the module with the classes of metrics. It is imported on use, as it is optional."""
     return importlib.import_module("prometheus_client.core")

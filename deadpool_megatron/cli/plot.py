@@ -1,5 +1,5 @@
-"""The picture of a demo: the losses of both runs, and the phases of the recovery, or the numbers of
-model replicas."""
+"""Draws the picture of a demo: the losses of both runs, and below them the phases of the recovery,
+or the numbers of model replicas of an elastic run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from deadpool_megatron.observe.story import PHASES, Interruption, Story
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which are distinct for people with any kind of colour vision.
+# Mostly Okabe and Ito's colours, which are distinct for people with any kind of colour vision.
 _SHADES = """
 #D55E00 #E69F00 #B9B4A2 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
 """
 _COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
-_OTHER = "#999999"
-_KILLED = "A node dies in the middle of a step"
-_UNDISTURBED, _FAILED, _KILL = "#B8C4CE", "#0B5394", "#C0392B"
+_KILL_TITLE = "A node dies in the middle of a step"
+_GREY, _PALE, _BLUE, _RED = "#999999", "#B8C4CE", "#0B5394", "#C0392B"
 
 
 def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> None:
     """Write the picture to ``path`` (the suffix names the format). Raises CommandError.
 
     ``identical``: whether the runs are bit-identical, for the title. Only the first failure of
-    ``failed`` is drawn, unless it changed its size: then ``undisturbed`` is stock training.
+    ``failed`` is drawn. If that run changed its size, all its changes are drawn instead, and
+    ``undisturbed`` is stock training at the same sizes.
     """
     try:
         import matplotlib
@@ -47,7 +47,7 @@ def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> N
             2, 1, figsize=(10, sum(heights) + 1.2), height_ratios=heights, layout="constrained"
         )
         verdict = f"bit-identical: {'yes' if identical else 'no'}"
-        event = "Two nodes continue for three, until another one joins" if changes else _KILLED
+        event = "Two nodes continue for three, until another one joins" if changes else _KILL_TITLE
         figure.suptitle(f"{event}   ·   {verdict}", fontsize=13)
         label = "run that lost a node" + (": the same losses" if identical else "")
         _draw_losses(upper, undisturbed, failed, failure, label)
@@ -69,23 +69,24 @@ def draw(path: Path, undisturbed: Story, failed: Story, *, identical: bool) -> N
 def _draw_losses(
     axes: Axes, undisturbed: Story, failed: Story, failure: Interruption | None, label: str
 ) -> None:
-    """Draw loss over iteration of both runs; the kill is between two finished iterations."""
-    thick: dict[str, Any] = {"color": _UNDISTURBED, "linewidth": 7.0, "solid_capstyle": "round"}
-    thin: dict[str, Any] = {"color": _FAILED, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
-    calm = "stock training at the same sizes" if failed.changes else "undisturbed run"
-    axes.plot(*curve_of(undisturbed), label=calm, **thick)
+    """Draw the losses of both runs over the iterations, and the kill between two finished
+    iterations."""
+    thick: dict[str, Any] = {"color": _PALE, "linewidth": 7.0, "solid_capstyle": "round"}
+    thin: dict[str, Any] = {"color": _BLUE, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
+    reference = "stock training at the same sizes" if failed.changes else "undisturbed run"
+    axes.plot(*curve_of(undisturbed), label=reference, **thick)
     axes.plot(*curve_of(failed), label=label, **thin)
     axes.legend(loc="upper right" if failed.changes else "lower left", frameon=False)
     if failure is not None:
         killed = failure.last_iteration + 0.5
-        axes.axvline(killed, color=_KILL, linewidth=1.4)
+        axes.axvline(killed, color=_RED, linewidth=1.4)
         axes.annotate(
             f"  a node is killed in iteration {failure.last_iteration + 1};\n  it is finished"
             f" {(failure.ended or failed.last_wall) - failure.began:.2f} s later, on the spare",
             xy=(killed, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
-            color=_KILL,
+            color=_RED,
         )
     axes.set_xlabel("iteration")
     axes.set_ylabel("training loss")
@@ -96,9 +97,9 @@ def _draw_sizes(upper: Axes, lower: Axes, run: Story) -> None:
     """Draw the number of model replicas over the iterations, and each change in both axes."""
     numbers = [run.changes[0][1], *(after for _, _, after in run.changes)]
     edges = [0.5, *(first - 0.5 for first in run.sizes), run.last_iteration + 0.5]
-    lower.stairs(numbers, edges, fill=True, color=_UNDISTURBED)
+    lower.stairs(numbers, edges, fill=True, color=_PALE)
     for row, (edge, failure) in enumerate(zip(edges[1:-1], run.failures, strict=False)):
-        colour = _OTHER if failure.planned else _KILL
+        colour = _GREY if failure.planned else _RED
         upper.axvline(edge, color=colour, linewidth=1.4)
         place, verb = upper.get_xaxis_transform(), "joins" if failure.planned else "is killed"
         text = f"  a node {verb}: {failure.seconds or 0:.2f} s"
@@ -119,18 +120,19 @@ Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
 
 
 def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
-    """Return lanes of bars from the top: the whole run, the copies, then each role."""
+    """Return the titles and bars of lanes, from the top: the whole run, the copies, each role.
+    Return no lanes for a failure that is not over."""
     if not failure.is_over:
         return []
-    whole, decided = list[Bar](), 0.0
-    lanes = [("whole run", whole)]
+    run_bars, decided_at = list[Bar](), 0.0
+    lanes = [("whole run", run_bars)]
     for phase, length in failure.phases.items():
-        if phase == "reprotect":  # it is concurrent with the others, from the decision on
-            lanes.append(("copies", [(phase, decided, decided + length)]))
+        if phase == "reprotect":  # starts after the decision, concurrent with the other phases
+            lanes.append(("copies", [(phase, decided_at, decided_at + length)]))
             continue
-        began = whole[-1][2] if whole else 0.0
-        whole.append((phase, began, began + length))
-        decided = began + length if phase == "decide" else decided
+        start = run_bars[-1][2] if run_bars else 0.0
+        run_bars.append((phase, start, start + length))
+        decided_at = start + length if phase == "decide" else decided_at
     for role in sorted({part.role for part in failure.parts if part.role is not None}):
         parts = [part for part in failure.parts if part.role == role]
         bars = [(p.phase, p.start - failure.began, p.end - failure.began) for p in parts]
@@ -152,7 +154,7 @@ def _draw_recovery(
                 max(end - start, last / 400),
                 left=start,
                 height=0.7,
-                color=_COLOURS.get(phase, _OTHER),
+                color=_COLOURS.get(phase, _GREY),
                 edgecolor="white",
                 linewidth=0.5,
             )
@@ -163,9 +165,9 @@ def _draw_recovery(
     axes.set_xlim(left=min(0.0, *(start for _, bars in lanes for _, start, _ in bars)))
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    seen = {phase for _, bars in lanes for phase, start, end in bars if end - start >= 0.0005}
+    drawn = {phase for _, bars in lanes for phase, start, end in bars if end - start >= 0.0005}
     handles = []
-    for phase in [*(p for p in PHASES if p in seen), *sorted(seen - PHASES.keys())]:
+    for phase in [*(p for p in PHASES if p in drawn), *sorted(drawn - PHASES.keys())]:
         label = f"{phase} {failure.phases[phase]:.3f} s" if phase in failure.phases else phase
-        handles.append(Patch(color=_COLOURS.get(phase, _OTHER), label=label))
+        handles.append(Patch(color=_COLOURS.get(phase, _GREY), label=label))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

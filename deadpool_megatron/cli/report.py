@@ -21,22 +21,22 @@ from deadpool_megatron.observe.steps import decimal, summary
 from deadpool_megatron.observe.story import PHASES, Interruption, Story
 from deadpool_megatron.observe.view import View
 
-_SHOWN_STACKS = 3
-# Characters of a name in a table.
+_MAX_STACKS = 3
+# The longest name in a table, in characters.
 _MAX_CELL = 48
-_COUNTED = {
+_COUNT_TEXTS = {
     Kind.CORRUPTION: "corrupted copies caught",
     Kind.DECODED: "lost parts computed from parity",
     Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
 }
 
 
-def describe(directory: Path, seen: View) -> list[str]:
+def describe(directory: Path, view: View) -> list[str]:
     """Return the lines of the whole report."""
-    story = seen.story
-    first = f"{directory}: {seen.title}"
-    first += f" ({seen.reason})" if seen.reason else ""
-    lines = [first, *([f"  to do: {seen.to_do}"] if seen.to_do else [])]
+    story = view.story
+    headline = f"{directory}: {view.title}"
+    headline += f" ({view.reason})" if view.reason else ""
+    lines = [headline, *([f"  to do: {view.to_do}"] if view.to_do else [])]
     if story.started is not None:
         facts = story.started.data
         lines.append(
@@ -45,31 +45,31 @@ def describe(directory: Path, seen: View) -> list[str]:
             f" started {date(story.started.wall_seconds)}"
         )
     lines += _describe_steps(story)
-    for failure in story.shown:
-        lines += ["", *describe_failure(failure, seen)]
-    if len(timed := [failure for failure in story.shown if failure.is_over]) > 1:
-        lines += ["", "Seconds in each phase", *_phase_table(timed)]
-    lines += ["", *_describe_protection(seen), *_describe_time(seen)]
+    for failure in story.all_failures:
+        lines += ["", *describe_failure(failure, view)]
+    if len(recoveries := [failure for failure in story.all_failures if failure.is_over]) > 1:
+        lines += ["", "Seconds in each phase", *_phase_table(recoveries)]
+    lines += ["", *_describe_protection(view), *_describe_time(view)]
     return lines
 
 
-def describe_failure(failure: Interruption, seen: View) -> list[str]:
-    """Return about a dozen lines on a failure."""
-    story = seen.story
-    began = story.started.wall_seconds if story.started is not None else failure.began
+def describe_failure(failure: Interruption, view: View) -> list[str]:
+    """Return the lines on a failure, about a dozen."""
+    story = view.story
+    start = story.started.wall_seconds if story.started is not None else failure.began
     meaning = MEANINGS.get(failure.kind)
-    # The title has the cause; a planned end loses nothing.
+    # The title has the failure's own cause. An end on purpose (without a kind) is no loss.
     others = [loss for loss in failure.losses if loss.data.get("cause") != failure.cause]
     losses = [loss for loss in others if "kind" in loss.data]
     facts: list[tuple[str, str]] = [
         (
             "when",
-            f"{narration.describe_when(failure)}, {failure.began - began:.1f} s after the start,"
-            f" after iteration {failure.last_iteration}, epoch {failure.closed.epoch}",
+            f"{narration.describe_when(failure)}, {failure.began - start:.1f} s after the start,"
+            f" after iteration {failure.last_iteration}, epoch {failure.closing.epoch}",
         ),
         ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
-        ("lost", _joined(map(narration.describe_loss, losses))),
-        *(("stack", narration.describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
+        ("lost", _join(map(narration.describe_loss, losses))),
+        *(("stack", narration.describe_stack(event)) for event in failure.stacks[:_MAX_STACKS]),
     ]
     if failure.closes > 1:
         facts.append(("again", f"failed {failure.closes} times before the run continued"))
@@ -87,19 +87,20 @@ def describe_failure(failure: Interruption, seen: View) -> list[str]:
         ]
     else:
         reported = [part.phase for part in failure.parts if part.phase in PHASES]
-        at = f"{seen.title}; last phase reported: {(reported or ['close'])[-1]}"
+        at = f"{view.title}; last phase reported: {(reported or ['close'])[-1]}"
         facts.append(("now", "the run ended here" if failure.is_cut_short else at))
-    facts.append(("to do", seen.advice(failure)))
+    facts.append(("to do", view.advice(failure)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
     hangs = [line for event in failure.hangs for line in describe_hang(event)]
     return [narration.title(failure, story.hosts), *lines, *hangs]
 
 
 def describe_hang(event: Event) -> list[str]:
-    """Return the lines of a table: the positions of roles in each group with a waiting role."""
+    """Return the lines of a table with the positions of the roles in each communicator group in
+    which a role waits; empty if there is none."""
     rows, culprits = [], set(event.data["roles"])
     for group in event.data.get("groups", ()):
-        name = _cut(str(group["group"]))
+        name = _shorten(str(group["group"]))
         operation = " ".join(
             str(part) for part in (group["number"], group["operation"]) if part not in (None, "")
         )
@@ -108,7 +109,7 @@ def describe_hang(event: Event) -> list[str]:
             where = f"{row['where']} in {row['operation']}" if "operation" in row else row["where"]
             if found := sorted(culprits & set(row["roles"])):
                 where += f" (culprit: {in_short(found)})"
-            roles = _cut(in_short(row["roles"]))
+            roles = _shorten(in_short(row["roles"]))
             rows.append([name, operation, roles, *numbers, where])
             name, operation = "", ""
         if group["left_out"]:
@@ -121,7 +122,7 @@ def describe_hang(event: Event) -> list[str]:
     return ["  who waits for whom:", *table(header, rows, indent=4)]
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}..."
 
 
@@ -137,46 +138,48 @@ def _describe_steps(story: Story) -> list[str]:
     return lines
 
 
-def _phase_table(timed: list[Interruption]) -> list[str]:
-    """Return a table with a row per phase, and columns for failures and for planned changes."""
-    header, parts = ["phase"], list[list[Interruption]]()
+def _phase_table(failures: list[Interruption]) -> list[str]:
+    """Return a table with a row per phase, and three columns each for failures and for planned
+    changes, if there are any."""
+    header, groups = ["phase"], list[list[Interruption]]()
     for noun in ("failures", "planned"):
-        if found := [each for each in timed if each.planned == (noun == "planned")]:
-            header, parts = [*header, noun, "mean", "longest"], [*parts, found]
-    known = {name for failure in timed for name in failure.phases}
-    names = [name for name in PHASES if name in known] + sorted(known - PHASES.keys())
-    rows = [[name, *_spent(name, parts)] for name in names]
-    return table(header, [*rows, ["to next step", *_spent("", parts)]])
+        if group := [each for each in failures if each.planned == (noun == "planned")]:
+            header, groups = [*header, noun, "mean", "longest"], [*groups, group]
+    phases = {name for failure in failures for name in failure.phases}
+    names = [name for name in PHASES if name in phases] + sorted(phases - PHASES.keys())
+    rows = [[name, *_cells(name, groups)] for name in names]
+    return table(header, [*rows, ["to next step", *_cells("", groups)]])
 
 
-def _spent(name: str, parts: list[list[Interruption]]) -> list[str]:
-    """Return count, mean and maximum of the seconds in a phase, or in total, for each part."""
+def _cells(name: str, groups: list[list[Interruption]]) -> list[str]:
+    """Return count, mean and maximum of the seconds in a phase, for each group of failures. An
+    empty name means the seconds to the next step."""
     cells = list[str]()
-    for part in parts:
-        found = [failure.phases.get(name) if name else failure.seconds for failure in part]
-        spent = [value for value in found if value is not None]
-        mean = statistics.fmean(spent) if spent else None
-        cells += [str(len(spent)), seconds(mean), seconds(max(spent, default=None))]
+    for group in groups:
+        values = [failure.phases.get(name) if name else failure.seconds for failure in group]
+        known = [value for value in values if value is not None]
+        mean = statistics.fmean(known) if known else None
+        cells += [str(len(known)), seconds(mean), seconds(max(known, default=None))]
     return cells
 
 
-def _describe_time(seen: View) -> list[str]:
+def _describe_time(view: View) -> list[str]:
     """Return a table of the seconds of nodes by use."""
-    account, goodput = seen.story.account, seen.story.goodput(seen.until)
+    account, goodput = view.story.account, view.story.goodput(view.until)
     if goodput is None:
         return []
-    spent = {use: value for use, value in account.uses(seen.until).items() if value > 0}
+    spent = {use: value for use, value in account.uses(view.until).items() if value > 0}
     whole = sum(spent.values())
     rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
-    until = "the last event" if seen.until is None else "now"
-    lines = [f"{size} for {seconds(spent)} s" for size, spent in seen.story.replicas(seen.until)]
+    until = "the last event" if view.until is None else "now"
+    lines = [f"{size} for {seconds(spent)} s" for size, spent in view.story.replicas(view.until)]
     title = f"Node time by use, until {until}: goodput {goodput:.1%} of those with roles"
     sizes = ["", f"Model replicas in turn: {', '.join(lines)}"] if lines else []
     return [*sizes, "", title, *table(["use", "seconds", "part"], rows)]
 
 
-def _describe_protection(seen: View) -> list[str]:
-    story = seen.story
+def _describe_protection(view: View) -> list[str]:
+    story = view.story
     longest, role, iteration = story.longest_wait
     gate = "no role had to wait for its copies"
     if story.gate_waits:
@@ -191,7 +194,7 @@ def _describe_protection(seen: View) -> list[str]:
     if saved := story.kept[Kind.DURABLE]:
         newest = saved[-1].data.get("path")
         lines.append(f"durable checkpoints: {len(saved)}, the newest {newest}")
-    if losses := _joined(map(narration.describe_loss, story.unrelated_losses)):
+    if losses := _join(map(narration.describe_loss, story.unrelated_losses)):
         lines.append(f"lost without an interruption: {losses}")
     lines += [str(event.data.get("cause")) for event in story.kept[Kind.NODE_QUARANTINED]]
     lines += map(narration.describe_protection, story.protections)
@@ -201,42 +204,44 @@ def _describe_protection(seen: View) -> list[str]:
         spent = f"half of them in {half:.3f} s, the longest {longest:.3f} s"
         lines.append(f"audits without a find: {len(story.audits)}, {spent}")
     lines += [
-        f"{text}: {story.counts[kind]}" for kind, text in _COUNTED.items() if kind in story.counts
+        f"{text}: {story.counts[kind]}"
+        for kind, text in _COUNT_TEXTS.items()
+        if kind in story.counts
     ]
     if story.late:
         late = count(story.late, "late message")
         lines.append(f"{late} of closed epochs ignored (normal after a failure)")
-    if seen.refusals:
-        lines.append(f"refused messages or connections: {seen.refusals}")
+    if view.refusals:
+        lines.append(f"refused messages or connections: {view.refusals}")
     if story.refusal is not None:
         refused = story.refusal.data
         lines.append(f"the last one refused: {refused.get('who')}: {refused.get('why')}")
     return ["Protection", *(f"  {line}" for line in lines)]
 
 
-def _joined(parts: Iterable[str], limit: int = 4) -> str:
-    """Join the first parts, so that the text stays a line."""
-    found = list(parts)
-    more = len(found) - limit
-    return "; ".join(found[:limit]) + (f"; and {more} more" if more > 0 else "")
+def _join(parts: Iterable[str], limit: int = 4) -> str:
+    """Join the first ``limit`` parts, and name the number of the others."""
+    texts = list(parts)
+    more = len(texts) - limit
+    return "; ".join(texts[:limit]) + (f"; and {more} more" if more > 0 else "")
 
 
-def to_dict(directory: Path, seen: View) -> dict[str, Any]:
-    """Return the same facts as JSON values."""
-    story = seen.story
+def to_dict(directory: Path, view: View) -> dict[str, Any]:
+    """Return the facts of the report as JSON values."""
+    story = view.story
     return {
         "directory": str(directory),
-        "state": seen.state,
-        "title": seen.title,
-        "reason": seen.reason,
-        "to_do": seen.to_do,
-        "exit_status": seen.final.get("exit_status"),
+        "state": view.state,
+        "title": view.title,
+        "reason": view.reason,
+        "to_do": view.to_do,
+        "exit_status": view.final.get("exit_status"),
         "started_at": None if story.started is None else date(story.started.wall_seconds),
         "epoch": story.epoch,
         "steps": len(story.steps),
-        "last_iteration": seen.iteration,
+        "last_iteration": view.iteration,
         "seconds_per_step": summary(story.step_seconds()),
-        "failures": [failure_to_dict(failure, seen) for failure in story.shown],
+        "failures": [failure_to_dict(failure, view) for failure in story.all_failures],
         "gate": {
             "waits": len(story.gate_waits),
             "seconds": sum(story.gate_waits.values()),
@@ -247,9 +252,9 @@ def to_dict(directory: Path, seen: View) -> dict[str, Any]:
         "counts": {kind.value: number for kind, number in story.counts.items()},
         "late": story.late,
         "durable": [event.data.get("path") for event in story.kept[Kind.DURABLE]],
-        "node_seconds": {use.value: spent for use, spent in story.account.uses(seen.until).items()},
-        "model_replicas": story.replicas(seen.until),
-        "goodput": story.goodput(seen.until),
+        "node_seconds": {use.value: spent for use, spent in story.account.uses(view.until).items()},
+        "model_replicas": story.replicas(view.until),
+        "goodput": story.goodput(view.until),
     }
 
 
@@ -264,9 +269,9 @@ def run(args: argparse.Namespace) -> int:
     run = RunDirectory(args.directory)
     result = read_result(args.directory) if run.final.exists() else None
     story = read_story(args.directory) if result is None else result.story
-    seen = StatusPoller(run).view(story)
+    view = StatusPoller(run).view(story)
     if args.json:
-        print(json.dumps(to_dict(args.directory, seen), indent=1))
+        print(json.dumps(to_dict(args.directory, view), indent=1))
     else:
-        print(narration.printable("\n".join(describe(args.directory, seen))))
+        print(narration.printable("\n".join(describe(args.directory, view))))
     return 0

@@ -26,8 +26,9 @@ class ResultError(CommandError):
 
 @dataclass(frozen=True)
 class RoleResult:
-    """The final state of a role: the hash of all state, the number of consumed samples, and short
-    digests of each part of the state but weights and optimizer state."""
+    """The final state of a role. ``sha256``: hash of all state; ``samples``: number of consumed
+    samples; ``entries``: a short digest for each part of the state except weights and optimizer
+    state."""
 
     sha256: str
     samples: int | None
@@ -36,10 +37,10 @@ class RoleResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The contents of ``final.json``, with the story.
+    """The contents of ``final.json``, with the story of the run's events.
 
-    ``roles``: by rank. ``resumed_after``: the iteration from which the run was resumed; 0 for a run
-    from the start.
+    ``roles``: by rank. ``resumed_after``: the iteration whose state the run resumed from; 0 for a
+    run from the start.
     """
 
     directory: Path
@@ -58,13 +59,13 @@ class RunResult:
 
     def ranks_at(self, iteration: int) -> int:
         """Return the number of ranks that computed an iteration."""
-        known = [ranks for first, ranks in self.story.sizes.items() if first <= iteration]
-        return known[-1] if known else self.world_size
+        sizes = [ranks for first, ranks in self.story.sizes.items() if first <= iteration]
+        return sizes[-1] if sizes else self.world_size
 
 
 def read_story(directory: Path, *, hashes: bool = False) -> Story:
-    """Return the story of the events; ``hashes``: with hashes of the state. Raises ResultError if
-    there are no events.
+    """Return the story of all events of a run; ``hashes``: keep the hashes of the state. Raises
+    ResultError if there are no events or they cannot be read.
     """
     path, story = RunDirectory(directory).events, Story(hashes=hashes)
     if not event_files(path):
@@ -77,12 +78,12 @@ def read_story(directory: Path, *, hashes: bool = False) -> Story:
 
 
 def read_recent(directory: Path) -> Story:
-    """Return the story of the newest events, whatever the length of the run; an empty story if
-    they cannot be read."""
+    """Return the story of the newest events, so that the time to read does not grow with the run.
+    Return an empty story if they cannot be read."""
     run, story = RunDirectory(directory), Story(RECENT_STEPS + 1)
     with contextlib.suppress(OSError, OwnershipError, RunDirectoryError):
         info, tail = run.read_run(only_to_show=True), EventTail(run.events)
-        story.wanted = info.nodes, info.spares  # the event with these numbers may be skipped
+        story.wanted = info.nodes, info.spares  # the event with these numbers may be too old
         tail.skip_all_but(_RECENT_BYTES)
         tail.feed(story.take)
     return story
@@ -90,18 +91,18 @@ def read_recent(directory: Path) -> Story:
 
 def failure_to_dict(failure: Interruption, view: View) -> dict[str, Any]:
     """Return all facts about a failure as JSON values; ``kind`` is the code of its cause."""
-    node, story = failure.best.node, view.story
-    plain = (
+    node, story = failure.cause_event.node, view.story
+    names = (
         *("number", "cause", "kind", "planned", "last_iteration", "closes", "generation"),
         *("seconds", "steps_recomputed", "exposed_seconds"),
     )
     stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
     return {
-        **{name: getattr(failure, name) for name in plain},
+        **{name: getattr(failure, name) for name in names},
         "at": date(failure.began),
         "noticed_at": date(failure.noticed),
         "to_do": view.advice(failure),
-        "closed_epoch": failure.closed.epoch,
+        "closed_epoch": failure.closing.epoch,
         "node": node,
         "host": None if node is None else story.hosts.get(node),
         "hangs": [dict(event.data) for event in failure.hangs],

@@ -46,12 +46,12 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
 }
 _POLL_SECONDS = 0.5
-_SHOWN_LINES = 200
-_SHOWN_RECOVERIES = 50
-_SHOWN_NODES = 50  # lost nodes
+_MAX_LINES = 200
+_MAX_RECOVERIES = 50
+_MAX_LOST_NODES = 50
 # The maximum number of points of the loss curve.
 _MAX_POINTS = 400
-_LONG = ("hangs", "stacks", "losses", "seats_changed")
+_LONG_FIELDS = ("hangs", "stacks", "losses", "seats_changed")
 _HEADERS = {
     # The page loads only answers of this server, whatever a run's texts contain.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class RunPage:
-    """The JSON of the page, which its program (``page.js``) displays. It is rebuilt at most every
-    half a second, for any number of readers. Colours and layout are up to the program.
+    """The values of the page as JSON, which its script (``page.js``) displays. They are computed at
+    most every half a second, for any number of readers. The script decides colours and layout.
     """
 
     def __init__(self, run_id: str, run: RunDirectory) -> None:
@@ -80,18 +80,18 @@ class RunPage:
         self._tail = EventTail(run.events)
         self.story = Story()
         self._narrator = Narrator(self.story)
-        self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
+        self._lines: deque[tuple[float, str, str]] = deque(maxlen=_MAX_LINES)
         self._lock = threading.Lock()
         self._cached = b""
         self._valid_until = 0.0
 
     def answer(self) -> bytes:
-        """Return the present state, or that of a moment ago."""
+        """Return the values of the page, at most half a second old. Thread-safe."""
         with self._lock:
             if time.monotonic() >= self._valid_until:
                 self._tail.feed(self.take)
-                found = self.to_dict(self._poller.view(self.story))
-                self._cached = json.dumps(found, allow_nan=False).encode()
+                values = self.to_dict(self._poller.view(self.story))
+                self._cached = json.dumps(values, allow_nan=False).encode()
                 self._valid_until = time.monotonic() + _POLL_SECONDS
             return self._cached
 
@@ -102,25 +102,25 @@ class RunPage:
                 text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
                 self._lines.append((event.wall_seconds, text, line.style))
 
-    def to_dict(self, seen: View) -> dict[str, Any]:
+    def to_dict(self, view: View) -> dict[str, Any]:
         """Return all values of the page."""
-        story, until = seen.story, seen.until
+        story, until = view.story, view.until
         progress = story.progress()
-        if seen.state is State.GONE:
+        if view.state is State.GONE:
             progress |= dict.fromkeys(("samples_per_second", "tokens_per_second", "seconds_left"))
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
-            "now": seen.now,
-            **_seen(seen),
-            "ended": dict(seen.final) if seen.state is State.OVER else None,
-            "iteration": seen.iteration,
+            "now": view.now,
+            **_banner_and_facts(view),
+            "ended": dict(view.final) if view.state is State.OVER else None,
+            "iteration": view.iteration,
             "progress": progress,
             "step_seconds": story.pace(),
             "goodput": story.goodput(until),
             "node_seconds": uses,
             "loss": _losses(story.steps),
-            "recoveries": [_failure(each, seen) for each in story.shown[-_SHOWN_RECOVERIES:]],
+            "recoveries": [_failure(each, view) for each in story.all_failures[-_MAX_RECOVERIES:]],
             "survived": story.survived,
             "lost": [
                 {
@@ -130,7 +130,7 @@ class RunPage:
                     "cause": str(event.data.get("cause", "")),
                     "planned": story.has_left(event),
                 }
-                for node, event in [*story.lost_nodes.items()][-_SHOWN_NODES:]
+                for node, event in [*story.lost_nodes.items()][-_MAX_LOST_NODES:]
             ],
             "phases": dict(PHASES),
             "lines": [list(line) for line in self._lines],
@@ -138,67 +138,68 @@ class RunPage:
 
 
 def _losses(steps: StepTable) -> list[tuple[int, float | None, float]]:
-    """Return (iteration, loss, wall clock); None for losses that are not finite, as in JSON."""
-    found = list[tuple[int, float | None, float]]()
-    every = max(1, -(-len(steps) // _MAX_POINTS))
-    for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
-        step, loss = steps[at], decimal(steps[at].loss)
+    """Return points (iteration, loss, wall clock) at even distances, and the newest. The loss is
+    None if it is not finite, as JSON has no such numbers."""
+    points = list[tuple[int, float | None, float]]()
+    distance = max(1, -(-len(steps) // _MAX_POINTS))
+    for index in [*range(0, len(steps), distance), *([len(steps) - 1] if len(steps) else [])]:
+        step, loss = steps[index], decimal(steps[index].loss)
         if loss is not None:
-            known = loss if math.isfinite(loss) else None
-            found.append((step.iteration, known, step.wall_seconds))
-    return found
+            value = loss if math.isfinite(loss) else None
+            points.append((step.iteration, value, step.wall_seconds))
+    return points
 
 
-def _seen(seen: View) -> dict[str, Any]:
-    """Return the coordinator's facts, and the banner: the answer to "is it all right?", the newest
-    failure, spares (left, wanted), the time of the last step.
+def _banner_and_facts(view: View) -> dict[str, Any]:
+    """Return the facts from the coordinator, nodes and roles, and the banner: whether all is well,
+    the newest failure, the numbers of spares (present, wanted), and the time of the last step.
     """
-    story, status, ago = seen.story, seen.status, seen.step_seconds_ago
-    failures = [failure for failure in story.shown if not failure.planned]
+    story, status, ago = view.story, view.status, view.step_seconds_ago
+    failures = [failure for failure in story.all_failures if not failure.planned]
     banner = {
-        **{name: getattr(seen, name) for name in ("state", "look", "title", "to_do")},
-        "why": seen.reason,
+        **{name: getattr(view, name) for name in ("state", "look", "title", "to_do")},
+        "why": view.reason,
         "spares": None,
-        "last_step_at": None if ago is None else seen.now - ago,
-        "failure": _failure(failures[-1], seen) if failures else None,
+        "last_step_at": None if ago is None else view.now - ago,
+        "failure": _failure(failures[-1], view) if failures else None,
     }
     facts = list[tuple[str, str]]()
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
-        facts = [*common.facts(seen, status), ("epoch", epoch)]
-        if seen.exposed is not None:  # otherwise no node has joined
+        facts = [*common.facts(view, status), ("epoch", epoch)]
+        if view.exposed is not None:  # otherwise no node has joined
             uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
             banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
-    return {"banner": banner, "facts": facts, "status": _nodes_and_roles(seen)}
+    return {"banner": banner, "facts": facts, "status": _nodes_and_roles(view)}
 
 
-def _nodes_and_roles(seen: View) -> dict[str, Any]:
-    """Return nodes and roles, with nodes of the events that the coordinator does not know yet, or
-    while it does not answer."""
-    story, status = seen.story, seen.status
-    here = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
+def _nodes_and_roles(view: View) -> dict[str, Any]:
+    """Return nodes and roles from the coordinator's status. Nodes that it does not have, as after
+    a takeover or without an answer, come from the events."""
+    story, status = view.story, view.status
+    hosts = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
     unknown = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
-    nodes = {str(node): {**unknown, "host": host} for node, host in here.items()}
+    nodes = {str(node): {**unknown, "host": host} for node, host in hosts.items()}
     if status is None:
         return {"roles": {}, "nodes": nodes, "fewer_copies": [], "troubles": []}
-    away = [(node, "not back yet") for node in nodes if node not in status["nodes"]]
+    absences = [(node, "not back yet") for node in nodes if node not in status["nodes"]]
     return {
         "roles": status["roles"],
         "nodes": {**nodes, **status["nodes"]},
-        "fewer_copies": seen.exposed or [],
-        "troubles": [*away, *node_troubles(status)],
+        "fewer_copies": view.exposed or [],
+        "troubles": [*absences, *node_troubles(status)],
     }
 
 
-def _failure(failure: Interruption, seen: View) -> dict[str, Any]:
-    """Return the short facts on a failure, and its text."""
-    whole = failure_to_dict(failure, seen)
+def _failure(failure: Interruption, view: View) -> dict[str, Any]:
+    """Return the facts on a failure without the long fields, and its text."""
+    values = failure_to_dict(failure, view)
     return {
-        **{name: value for name, value in whole.items() if name not in _LONG},
+        **{name: value for name, value in values.items() if name not in _LONG_FIELDS},
         "began": failure.began,
         "noticed": failure.noticed,
         "is_cut_short": failure.is_cut_short,
-        "text": failure.cause if failure.planned else label(failure, seen.story.hosts),
+        "text": failure.cause if failure.planned else label(failure, view.story.hosts),
     }
 
 
@@ -206,12 +207,12 @@ def make_server(page: RunPage, host: str, port: int, token: str) -> LimitedServe
     """Return a server that requires the token for all answers. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
-        """Serves three files and a JSON answer."""
+        """Serves the files of the page and its values."""
 
         server_version, sys_version = "deadpool", ""
 
         def do_GET(self) -> None:
-            """Answer a request; without the token, only with an error."""
+            """Answer a request. Without the token the answer is an error."""
             status, kind, body = self._response()
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -226,8 +227,8 @@ def make_server(page: RunPage, host: str, port: int, token: str) -> LimitedServe
                 parts = urlsplit(self.path)
             except ValueError:
                 return HTTPStatus.BAD_REQUEST, "text/plain", b"that is no address\n"
-            given = parse_qs(parts.query).get("token", [""])[0]
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            sent_token = parse_qs(parts.query).get("token", [""])[0]
+            if not hmac.compare_digest(sent_token.encode(), token.encode()):
                 return HTTPStatus.FORBIDDEN, "text/plain", b"the token is missing\n"
             if parts.path == "/state":
                 return HTTPStatus.OK, "application/json", page.answer()
@@ -235,13 +236,14 @@ def make_server(page: RunPage, host: str, port: int, token: str) -> LimitedServe
                 return HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing\n"
             name, kind = _FILES[parts.path]
             body = (_PAGE_FOLDER / name).read_bytes()
-            if name == "page.html":  # escaped: no text of a run can end the script
-                first = page.answer().replace(b"<", b"\\u003c")
-                body = body.replace(b"TOKEN", token.encode()).replace(b"FIRST", first)
+            if name == "page.html":
+                # With "<" escaped, no text of a run can end the script.
+                values = page.answer().replace(b"<", b"\\u003c")
+                body = body.replace(b"TOKEN", token.encode()).replace(b"FIRST", values)
             return HTTPStatus.OK, kind, body
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing, as the address contains the token."""
+            """Log nothing, as the request line contains the token."""
 
     return LimitedServer(host, port, Handler)
 
@@ -256,8 +258,8 @@ def run(args: argparse.Namespace) -> int:
         server = make_server(RunPage(name, run), host, port, token)
     except OSError as error:
         raise common.CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
-    seen = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    print(f"http://{common.url_host(seen)}:{server.server_port}/?token={token}", flush=True)
+    url_host = common.url_host(socket.gethostname() if host in ("0.0.0.0", "::") else host)
+    print(f"http://{url_host}:{server.server_port}/?token={token}", flush=True)
     if not host.startswith("127.") and host not in ("::1", "localhost"):
         text = "the page and its token cross the network in the clear; a tunnel (--help) hides them"
         print(f"deadpool serve: {text}", file=sys.stderr, flush=True)

@@ -4,8 +4,8 @@ a line reports this. The command ends with the run. Start it on a host that has 
 run directory.
 """
 
-# ``deadpool agent --from-slurm`` takes node id and failure domain from here, too. Tested with Slurm
-# 22.05; the variables are those of srun's manual page. The command needs no privileges in Slurm.
+# ``deadpool agent --from-slurm`` gets its node id and failure domain from this module, too. Tested
+# with Slurm 22.05; srun's manual page documents the variables. No privileges in Slurm are needed.
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """A node of a job step. ``host``: its name in Slurm.
-
-    ``domain`` is the lowest switch (or block) above the node, empty if the site names none.
+    """A node of a job step. ``host``: its name in Slurm. ``domain``: its failure domain, the lowest
+    switch (or block) above the node; empty if the site names none.
     """
 
     node_id: int
@@ -45,14 +44,14 @@ class SlurmNode:
 
 
 def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
-    """Read a task's environment. Pure. Raises CommandError where this process is no task of a step,
-    or the step has several tasks on a node."""
+    """Return the node of a task, from the task's environment. Pure. Raises CommandError if the
+    process is no task of a step, or the step has several tasks on a node."""
     if "SLURM_JOB_ID" not in environment:
         raise CommandError(
             "--from-slurm: this is no Slurm job (no SLURM_JOB_ID): start it with sbatch and srun,"
             " or give --node-id and --host"
         )
-    # sbatch's script has SLURM_PROCID, too, but is not a step.
+    # The batch script has SLURM_PROCID, too, but is no task of a step.
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         raise CommandError(
             "--from-slurm: this is no task of a job step: put 'srun --ntasks-per-node=1' before it"
@@ -73,8 +72,8 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
 
 
 def complete_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Set the sizes that are missing in ``args`` to those of this step in Slurm. The GPUs per node
-    are those that were requested: a node that has lost a GPU does not make the run smaller."""
+    """Set the sizes that are missing in ``args`` to those of this step in Slurm. The number of GPUs
+    is the requested number, so that a node that has lost a GPU does not make the run smaller."""
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
     gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if args.nproc_per_node is None and gpus.isdigit():
@@ -86,15 +85,17 @@ def complete_size(args: argparse.Namespace, environment: Mapping[str, str]) -> N
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse ``2(x3),1`` -> [2, 1]: the tasks on each of 3 nodes, and on the next node."""
-    found = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]
-    if not all(found):
+    """Parse the numbers of tasks per node: ``2(x3),1``, two tasks on each of three nodes and one
+    task on the next, gives [2, 1]."""
+    matches = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]
+    if not all(matches):
         raise CommandError(f"--from-slurm: SLURM_STEP_TASKS_PER_NODE is {text!r}: start it by srun")
-    return [int(match["tasks"]) for match in found if match is not None]
+    return [int(match["tasks"]) for match in matches if match is not None]
 
 
 def _domain(environment: Mapping[str, str]) -> str:
-    """Parse ``core.rack0.node1`` with the pattern ``switch.switch.node`` -> ``rack0``."""
+    """Return the domain of a topology address: ``core.rack0.node1`` with the pattern
+    ``switch.switch.node`` gives ``rack0``."""
     names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     # A node's name may contain dots; the names above it do not.
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follow until the run is over."""
+    """Follow Slurm until the run is over. Raises CommandError."""
     directory = RunDirectory(args.run_dir)
     directory.read_run()
     if shutil.which("sinfo") is None:
@@ -126,33 +127,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 class SlurmFollower:
-    """Drains the nodes of a run that Slurm drains. ``drained``: returns the names of the hosts;
-    raises CommandError. ``send``: sends a message to the run; raises RequestRefused or TRANSIENT.
+    """Drains the nodes of a run that Slurm drains. ``list_drained`` returns the names of the hosts,
+    or raises CommandError. ``send`` sends a message to the run and returns the answer; it raises
+    RequestRefused or TRANSIENT.
     """
 
     def __init__(
         self,
         directory: RunDirectory,
-        drained: Callable[[], frozenset[str]],
+        list_drained: Callable[[], frozenset[str]],
         send: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._directory, self._drained, self._send = directory, drained, send
+        self._directory, self._list_drained, self._send = directory, list_drained, send
         # The run recognizes a repeated request by its token, and does not drain a node twice.
         self._tokens: dict[int, str] = {}
-        self._finished: set[int] = set()
-        self._printed: dict[int | None, str] = {}
+        self._finished_nodes: set[int] = set()
+        # The last printed text about each node, and about Slurm itself (None).
+        self._last_texts: dict[int | None, str] = {}
 
     def poll(self) -> None:
-        """Poll Slurm, have the run drain the same nodes, and print changes."""
+        """Poll Slurm, request the same drains from the run, and print changes."""
         try:
-            drained = self._drained()
+            drained = self._list_drained()
         except CommandError as error:
             self._print(None, f"Slurm does not say which nodes it drains: {error}")
             return
         self._print(None, "")
         for node, listing in sorted(self._directory.node_listings().items()):
             host = _short(str(listing.get("hostname")))
-            if host in drained and node not in self._finished:
+            if host in drained and node not in self._finished_nodes:
                 self._drain(node, host)
 
     def _drain(self, node: int, host: str) -> None:
@@ -160,7 +163,7 @@ class SlurmFollower:
         try:
             answer = self._send({"command": str(Verb.DRAIN), "token": token, "node": node})
         except common.RequestRefused as error:
-            self._finished.add(node)
+            self._finished_nodes.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return
         except common.TRANSIENT as error:
@@ -168,19 +171,19 @@ class SlurmFollower:
             return
         request = Request.from_dict(answer["request"])
         if not request.is_open:
-            self._finished.add(node)
+            self._finished_nodes.add(node)
         stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(request.stage, "")
         text = ", ".join(filter(None, (stage, request.reason)))
         self._print(node, f"Slurm drains {host}: node {node} is drained{text and f': {text}'}")
 
-    def _print(self, about: int | None, text: str) -> None:
-        if text and self._printed.get(about) != text:
+    def _print(self, node: int | None, text: str) -> None:
+        if text and self._last_texts.get(node) != text:
             print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
-        self._printed[about] = text
+        self._last_texts[node] = text
 
 
 def drained_hosts() -> frozenset[str]:
-    """Return the hosts that Slurm drains or has drained, without domains. Raises CommandError."""
+    """Return the short names of the hosts that Slurm drains or has drained. Raises CommandError."""
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%n|%T"],

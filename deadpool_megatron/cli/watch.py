@@ -19,11 +19,11 @@ from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _POLL_SECONDS = 0.5
 _LAST_POLLS = 10
-# After this time without an event, poll the coordinator: perhaps it cannot write events. Its answer
-# is shown at once in that case, otherwise after a longer silence, and again.
+# After _ASK_SECONDS without an event, ask the coordinator, which may be unable to write events. If
+# so, show its status at once; else after _SILENCE_SECONDS, and again after the same time.
 _ASK_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0
-# Bytes of older events that are read for the newest lines.
+# Bytes of older events that are read to show the newest lines.
 _RECENT_BYTES = 4 << 20
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     follower = Follower(directory, Display())
     follower.skip(args.lines)
     polls = 0
-    # Once the run has its result, its last event may still arrive, or be lost.
+    # The last event may arrive after the result of the run, or never: then stop after some polls.
     while not follower.is_over and not (polls > _LAST_POLLS and directory.final.exists()):
         polls = 0 if follower.poll() else polls + 1
         time.sleep(_POLL_SECONDS if polls else 0.0)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Follower:
-    """Shows the events of a run on a display. ``poll`` may be called at any time."""
+    """Shows the events of a run on a display, those that are new at each ``poll``."""
 
     def __init__(self, run: RunDirectory, display: Display) -> None:
         self._run, self._tail, self._display = run, EventTail(run.events), display
@@ -61,8 +61,8 @@ class Follower:
         self._is_shown = False
 
     def skip(self, all_but_lines: int = 0) -> None:
-        """Skip the present events, except the newest lines: an earlier start of the run has shown
-        them, or they are old. Raises OSError."""
+        """Skip the present events: they are old, or an earlier start of the run has shown them.
+        Show only the newest ``all_but_lines`` lines. Raises OSError."""
         self._tail.skip_all_but(_RECENT_BYTES)
         kept = deque[tuple[Event, Line]](maxlen=all_but_lines)
         while events := self._tail.poll():
@@ -91,16 +91,16 @@ class Follower:
             self._is_shown = False
         elif now - self._polled_at > _ASK_SECONDS and not self.is_over:
             self._polled_at = now
-            self._poll_status(is_long=now - self._shown_at > _SILENCE_SECONDS)
+            self._poll_status(is_long_silence=now - self._shown_at > _SILENCE_SECONDS)
         return bool(events)
 
-    def _poll_status(self, *, is_long: bool) -> None:
-        """Show the coordinator's status when no events arrive."""
-        seen = self._poller.view(self._story)
-        if is_long or (seen.events_waiting and not self._is_shown):
+    def _poll_status(self, *, is_long_silence: bool) -> None:
+        """Show the coordinator's status after a long silence, or once if events wait there."""
+        view = self._poller.view(self._story)
+        if is_long_silence or (view.events_waiting and not self._is_shown):
             self._is_shown, self._shown_at = True, time.monotonic()
-            at, todo = date(seen.now)[11:19], f". To do: {seen.to_do}" if seen.to_do else ""
-            text = f"{seen.title}; iteration {seen.iteration}{todo}"
+            at, todo = date(view.now)[11:19], f". To do: {view.to_do}" if view.to_do else ""
+            text = f"{view.title}; iteration {view.iteration}{todo}"
             self._display.line(f"{at}  {text}", "yellow")
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Follower:
         try:
             return self._narrator.take(event)
         except DAMAGE as error:
-            # A malformed event must not end the run.
+            # A malformed event must not end 'deadpool run', which shows its events here.
             return [Line(f"event {event.kind} cannot be shown: {error!r}", "red")]
 
     def _show(self, event: Event, line: Line) -> None:
@@ -131,8 +131,8 @@ class Follower:
         text = f"{at[11:19]}  {text}"
         story, part = self._story, None
         is_step = event.kind is Kind.STEP and line.passes  # after the lines of failures
-        if is_step and (far := describe_progress(story, event.wall_seconds)):
-            text += f"  ({far})"
+        if is_step and (progress := describe_progress(story, event.wall_seconds)):
+            text += f"  ({progress})"
             part = story.iterations and story.last_iteration / story.iterations
         if line.passes:
             self._display.status(text, part)

@@ -23,7 +23,7 @@ from deadpool_megatron.megatron.optimizer import (
     is_distributed,
 )
 from deadpool_megatron.megatron.replacement import replaced
-from deadpool_megatron.state.initial_state import complete_as_tried
+from deadpool_megatron.state.initial_state import complete_by_trial
 
 _States = dict[torch.Tensor, dict[str, Any]]
 _Change = Callable[[dict[str, Any]], None]
@@ -42,7 +42,7 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
             # Megatron calls it to have what it can load into, and has none for SGD.
-            part.init_state_fn = complete_as_tried
+            part.init_state_fn = complete_by_trial
     inner = [
         part
         for part in inner_optimizers(optimizer)

@@ -252,7 +252,7 @@ def complete_state(optimizer: Any) -> None:
                 # Megatron's own; for Apex two zeros, as wide as the parameter (fp32).
                 make(updater, inner.config)
             else:
-                initial_state.complete_as_tried(updater)
+                initial_state.complete_by_trial(updater)
         if is_hybrid(inner):
             inner.optimizer._sync_sub_optimizers_state_to_hdo()
         initial_state.refuse_unknown_values(inner.optimizer)

@@ -1,6 +1,7 @@
-"""The story of a run, folded from its events, and its views; no torch.
+"""The story of a run, which its events give, and the views of it. Nothing here needs torch.
 
-story: the state of a run, with ``take(event)``. account: the use of the nodes' time, which the
-coordinator keeps as well. narration: texts for events and failures. notify: sends notices to
-people elsewhere. The files of the page of ``deadpool serve`` are here, too.
+``story`` folds events into the state of a run, with the help of ``steps``. ``account`` sums the use
+of the nodes' time. ``view`` joins a story and the coordinator's status. ``narration`` has the texts
+for events and failures, and ``notify`` sends notices to people elsewhere. The files of the page of
+``deadpool serve`` are here, too.
 """

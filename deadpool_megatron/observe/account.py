@@ -1,11 +1,11 @@
-"""The account of a run's time: each second of each node belongs to one use.
+"""The account of a run's time: each second of each node belongs to a single use.
 
-Pure: fed with the events of a run in their order, live or afterwards, with the same result. The
-uses are those of Google's ml-goodput-measurement (start, wasted progress, recovery, checkpoints,
-other), with recovery by phase. The sum over all uses is the time for which nodes were there.
+Pure. The account takes the events of a run in their order; the result is the same during the run
+and afterwards. The uses are those of Google's ml-goodput-measurement (start, wasted progress,
+recovery, checkpoints, other), with recovery by phase. Their sum is the time of all present nodes.
 
-Boundaries: time within a step (waits at the commit gate, a slow node) counts as training. The
-seconds of a node between its last event and a restart of the whole run belong to no use.
+Time within a step, such as a wait at the commit gate, counts as training. The seconds of a node
+between its last event and a restart of the whole run belong to no use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Use(StrEnum):
     START = "start"
     TRAINING = "training"
     RECOMPUTED = "recomputed"  # steps that had to be computed again
-    # The interrupted part of a step, until the interruption was noticed.
+    # The part of a step before its interruption was noticed.
     INTERRUPTED = "interrupted"
     CLOSE = "recovery-close"
     DECIDE = "recovery-decide"
@@ -37,36 +37,40 @@ class Use(StrEnum):
     WAITING_FOR_SPARE = "waiting-for-spare"
     SAVING = "saving"
     EVALUATION = "evaluation"
-    STANDING_STILL = "standing-still"  # a hang, until it was found
+    STANDING_STILL = "standing-still"  # a hang, until it was noticed
     ENDING = "ending"
     SPARE = "spare"  # nodes without a role
 
 
-_OF_PHASE: Mapping[str, Use] = {
+# Phase of a recovery -> use.
+_USES: Mapping[str, Use] = {
     phase: Use(f"recovery-{phase}")
     for phase in ("close", "decide", "adopt", "rebuild", "restore", "sync", "verify")
 }
-# The use of the time since the last step when an epoch was closed for such a reason.
+# The use of the time between the last step and the close of an epoch, by the reason of the close;
+# for other reasons INTERRUPTED.
 _BEFORE_CLOSE: Mapping[str, Use] = {
     FailureKind.HANG: Use.STANDING_STILL,
-    FailureKind.DRAINED: Use.TRAINING,  # it ends after a step
+    FailureKind.DRAINED: Use.TRAINING,  # a planned close waits for the end of a step
     FailureKind.RESTART: Use.START,
 }
 
 
 @dataclass
 class _Stay:
-    """Seconds of a node that belong to no use yet; ``until`` once it has left. ``again``: the time
-    at which it joined without having left, with a new coordinator or after a restart of the run.
+    """The time of a node that belongs to no use yet (wall clock, seconds), from ``since`` on.
+
+    ``until``: when the node left; None while it is present. ``joined_at``: when it last joined,
+    also without a leave before: after a takeover or a restart of the run.
     """
 
     since: float
     is_spare: bool
     until: float | None = None
-    again: float | None = None
+    joined_at: float | None = None
 
     def is_back(self) -> bool:
-        return self.again is not None and self.again >= self.since
+        return self.joined_at is not None and self.joined_at >= self.since
 
     def seconds(self, now: float) -> float:
         return max(0.0, (now if self.until is None else self.until) - self.since)
@@ -76,55 +80,55 @@ class _Stay:
 class Account:
     """The seconds of nodes by use. Not thread-safe."""
 
-    # The seconds whose use will not change any more: they never become fewer.
+    # The seconds whose use will not change any more.
     seconds: dict[Use, float] = field(default_factory=lambda: dict.fromkeys(Use, 0.0))
     stays: dict[int, _Stay] = field(default_factory=dict)
-    left: list[_Stay] = field(default_factory=list)
+    ended_stays: list[_Stay] = field(default_factory=list)
     # The use of the present seconds, unless a later event changes it.
-    now: Use = Use.START
-    newest: float = 0.0
-    closed_at: float = 0.0
+    current_use: Use = Use.START
+    newest: float = 0.0  # the time of the newest event
+    closed_at: float = 0.0  # when the epoch was closed; 0 while an epoch is open
     has_waited: bool = False  # for a spare, since the close
     newest_step: int = 0
-    is_replaying: bool = False
+    is_replaying: bool = False  # from the opening of an epoch to the end of the recovery
     # Whether the first step since the opening was new; None before that step.
     first_is_new: bool | None = None
-    # Whether known steps arrive again, as at a coordinator that took over.
+    # Whether known steps arrive again, as after a takeover.
     is_repeating: bool = False
 
     def take(self, event: Event) -> None:
-        """Take in an event. Raises LookupError, TypeError or ValueError for a damaged event."""
-        if self.now is Use.ENDING and event.kind is not Kind.NODE_JOINED:
+        """Add an event. Raises LookupError, TypeError or ValueError for a damaged event."""
+        if self.current_use is Use.ENDING and event.kind is not Kind.NODE_JOINED:
             return
         at = event.wall_seconds
         match event.kind:
             case Kind.NODE_JOINED if event.node is not None:
-                if self.now is Use.ENDING:  # the run continues from its saved state
-                    self.now = Use.START
+                if self.current_use is Use.ENDING:  # the run continues from its saved state
+                    self.current_use = Use.START
                 stay = self.stays.setdefault(event.node, _Stay(at, False))
-                stay.is_spare, stay.again = bool(event.data.get("spare")), at
+                stay.is_spare, stay.joined_at = bool(event.data.get("spare")), at
             case Kind.NODE_LOST if event.node in self.stays:
                 stay = self.stays.pop(event.node)
                 stay.until = at
-                self.left.append(stay)
+                self.ended_stays.append(stay)
             case Kind.COORDINATOR:
                 self.is_repeating = int(event.data.get("term", 1)) > 1
             case Kind.STEP:
                 self._step(at, event.iteration or 0)
             case Kind.SEGMENT:
-                # The time between the last step and this event.
+                # The segment took the time since the last step.
                 is_save = event.data.get("boundary") == "save"
-                self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
+                self._assign(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
             case Kind.EPOCH_CLOSED:
                 self._close(at, str(event.data.get("kind", "")))
             case Kind.EPOCH_DECIDED:
-                if self.now is Use.WAITING_FOR_SPARE:
-                    self._settle(at, {self.now: 1.0})
+                if self.current_use is Use.WAITING_FOR_SPARE:
+                    self._assign(at, {self.current_use: 1.0})
                     self.has_waited = True
-                    self.closed_at, self.now = at, Use.OTHER_RECOVERY
+                    self.closed_at, self.current_use = at, Use.OTHER_RECOVERY
                 if "forgotten_from" in event.data:
-                    kept = int(event.data["forgotten_from"]) - 1
-                    self.newest_step = min(self.newest_step, kept)
+                    newest = int(event.data["forgotten_from"]) - 1
+                    self.newest_step = min(self.newest_step, newest)
             case Kind.EPOCH_OPENED:
                 self._open(at, event.data.get("phases", {}))
                 for node, stay in self.stays.items() if "spares" in event.data else ():
@@ -132,46 +136,47 @@ class Account:
             case Kind.RECOVERED:
                 self._continue(at, event)
             case Kind.WAITING_FOR_SPARE if self.closed_at:
-                before = self.now is Use.WAITING_FOR_SPARE  # repeated by another coordinator
-                self._settle(at, {self.now if before else Use.CLOSE: 1.0})
-                self.now = Use.WAITING_FOR_SPARE
+                is_repeated = self.current_use is Use.WAITING_FOR_SPARE  # by another coordinator
+                self._assign(at, {self.current_use if is_repeated else Use.CLOSE: 1.0})
+                self.current_use = Use.WAITING_FOR_SPARE
             case Kind.RUN_ENDED:
-                self._settle(at, {self.now if self.closed_at else Use.ENDING: 1.0})
-                self.now, self.closed_at = Use.ENDING, 0.0
+                self._assign(at, {self.current_use if self.closed_at else Use.ENDING: 1.0})
+                self.current_use, self.closed_at = Use.ENDING, 0.0
                 self.stays.clear()
             case _:
                 pass
         self.newest = max(self.newest, at)
 
     def uses(self, now: float | None = None) -> dict[Use, float]:
-        """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock);
-        undecided seconds count as the present use.
+        """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock).
+        Seconds that belong to no use yet count as the present use.
         """
-        found, until = dict(self.seconds), self.newest if now is None else now
-        for stay in [*self.stays.values(), *self.left]:
-            found[Use.SPARE if stay.is_spare else self.now] += stay.seconds(until)
-        return found
+        seconds, until = dict(self.seconds), self.newest if now is None else now
+        for stay in [*self.stays.values(), *self.ended_stays]:
+            seconds[Use.SPARE if stay.is_spare else self.current_use] += stay.seconds(until)
+        return seconds
 
     def settled(self, until: float | None) -> dict[Use, float]:
         """Return the seconds whose use does not change any more, with those of a wait for a spare
         up to ``until`` (wall clock; None: the newest known time). They never become fewer."""
         self.newest = max(self.newest, until or 0.0)
-        if self.now is not Use.WAITING_FOR_SPARE:
+        if self.current_use is not Use.WAITING_FOR_SPARE:
             return dict(self.seconds)
-        waited = self.uses()[self.now]
-        return {**self.seconds, self.now: waited}
+        waited = self.uses()[self.current_use]
+        return {**self.seconds, self.current_use: waited}
 
     def goodput(self, now: float | None = None) -> float | None:
-        """Return the part of the time of nodes with roles in which they made progress; None before
-        there is any such time.
+        """Return the share of the time of nodes with roles that was spent on training; None before
+        a node has a role. ``now``: as in :meth:`uses`.
         """
-        found = self.uses(now)
-        used = sum(seconds for use, seconds in found.items() if use is not Use.SPARE)
-        return found[Use.TRAINING] / used if used > 0 else None
+        uses = self.uses(now)
+        total = sum(seconds for use, seconds in uses.items() if use is not Use.SPARE)
+        return uses[Use.TRAINING] / total if total > 0 else None
 
-    def _settle(self, at: float, shares: Mapping[Use, float]) -> None:
-        """Divide the seconds that belong to no use yet by ``shares``, whose sum is 1."""
-        for stay in [*self.stays.values(), *self.left]:
+    def _assign(self, at: float, shares: Mapping[Use, float]) -> None:
+        """Assign the seconds up to ``at`` that belong to no use yet: those of spares to SPARE, the
+        others by ``shares``, whose sum is 1."""
+        for stay in [*self.stays.values(), *self.ended_stays]:
             seconds = stay.seconds(at)
             if stay.is_spare:
                 self.seconds[Use.SPARE] += seconds
@@ -179,62 +184,63 @@ class Account:
                 for use, share in shares.items():
                     self.seconds[use] += share * seconds
             stay.since += seconds
-        self.left.clear()
+        self.ended_stays.clear()
 
     def _step(self, at: float, iteration: int) -> None:
         is_new = iteration > self.newest_step
         self.newest_step = max(self.newest_step, iteration)
         self.is_repeating &= not is_new
-        # The first step of a resumed run was computed before.
-        if self.now is Use.START or self.is_repeating:
+        # Ignore the step from which a resumed run continues, and steps reported again.
+        if self.current_use is Use.START or self.is_repeating:
             return
         if self.is_replaying and self.first_is_new is None:
             self.first_is_new = is_new  # the end of the recovery is reported next
             return
-        # No report means that its coordinator was lost, and none will come.
+        # If the end of the recovery was not reported before this step, its coordinator was lost.
         self.is_replaying = False
-        self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
+        self._assign(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
 
     def _close(self, at: float, kind: str) -> None:
         self.is_repeating = False
-        if self.closed_at:  # another failure before the end of the last
-            self._settle(at, {self.now: 1.0})
-            self.now = Use.OTHER_RECOVERY
+        if self.closed_at:  # another failure during the recovery
+            self._assign(at, {self.current_use: 1.0})
+            self.current_use = Use.OTHER_RECOVERY
             return
         if kind == FailureKind.RESTART:  # nodes that did not return after the restart were absent
             self.stays = {node: stay for node, stay in self.stays.items() if stay.is_back()}
-            self.left = [stay for stay in self.left if stay.is_back()]
-            for stay in [*self.stays.values(), *self.left]:
-                stay.since = max(stay.since, stay.again or 0.0)
-        self._settle(at, {_BEFORE_CLOSE.get(kind, Use.INTERRUPTED): 1.0})
-        self.closed_at, self.now = at, Use.OTHER_RECOVERY
+            self.ended_stays = [stay for stay in self.ended_stays if stay.is_back()]
+            for stay in [*self.stays.values(), *self.ended_stays]:
+                stay.since = max(stay.since, stay.joined_at or 0.0)
+        self._assign(at, {_BEFORE_CLOSE.get(kind, Use.INTERRUPTED): 1.0})
+        self.closed_at, self.current_use = at, Use.OTHER_RECOVERY
         self.has_waited = False
         self.is_replaying = False
 
     def _open(self, at: float, phases: Mapping[str, float]) -> None:
         if not self.closed_at:
-            if self.now is Use.START:
-                self._settle(at, {Use.START: 1.0})
-                self.now = Use.TRAINING
+            if self.current_use is Use.START:
+                self._assign(at, {Use.START: 1.0})
+                self.current_use = Use.TRAINING
             return  # a coordinator that took over repeats the open epoch
         whole = max(at - self.closed_at, 1e-9)
+        # After a wait for a spare, the seconds before it are assigned already.
         spent = dict(phases) | (dict.fromkeys(("close", "decide"), 0.0) if self.has_waited else {})
         shares = {
-            use: max(0.0, float(spent.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
+            use: max(0.0, float(spent.get(phase, 0.0))) / whole for phase, use in _USES.items()
         }
         total = sum(shares.values())
         if total > 1.0:  # phases of different roles overlap a little
             shares = {use: share / total for use, share in shares.items()}
         shares[Use.OTHER_RECOVERY] = max(0.0, 1.0 - total)
-        self._settle(at, shares)
-        self.closed_at, self.now = 0.0, Use.TRAINING
+        self._assign(at, shares)
+        self.closed_at, self.current_use = 0.0, Use.TRAINING
         self.is_replaying, self.first_is_new = True, None
 
     def _continue(self, at: float, event: Event) -> None:
-        """Divide the time since the epoch opened: its last step is new, unless all its steps are
-        older than the newest reported step.
+        """Divide the time since the epoch opened between the steps that were computed again and a
+        new step, or only the former, if the first step since then was not new.
         """
         again = int(event.data.get("steps_recomputed") or 0)
         new = 0.0 if self.first_is_new is False else 1.0 / (again + 1)
-        self._settle(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
+        self._assign(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
         self.is_replaying = False

@@ -1,4 +1,4 @@
-"""Texts for each event and each failure, the same live, on the page and in the report. Pure."""
+"""Texts for each event and each failure, equal in live output, page and report. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.steps import decimal
 from deadpool_megatron.observe.story import Interruption, Story, by_rank
 
-# A shorter time between the begin of a failure and its discovery is not shown.
+# The time at which a failure was noticed is shown if it differs by at least this from its begin.
 _NOTICED_SECONDS = 1.0
 # Enough to see the call and its caller.
-_SHOWN_FRAMES = 4
-# Kinds of event with a fixed text, with places for the values of an event, and its style.
-_PLAIN = {
+_MAX_FRAMES = 4
+# Event kind -> format of its text, and style.
+_FORMATS = {
     Kind.NODE_JOINED: ("node {node} joined", ""),
     Kind.SIZE: ("{to} model replicas train now, {from} before: {why}", "bold yellow"),
     Kind.VAULT_LOST: (
@@ -39,13 +39,13 @@ _PLAIN = {
     Kind.STALE_DIVERGENCE: ("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red"),
 }
 _AGAIN = "if it happens again, "
-_ATTACHES = "--attach"
+_ATTACH_FLAG = "--attach"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line for people. ``style``: words of bold, red, yellow, green; ``passes``: the next such
-    line replaces it."""
+    """A line for people. ``style``: words of bold, red, yellow, green; ``passes``: the line is only
+    a status, which the next such line replaces."""
 
     text: str
     style: str = ""
@@ -53,16 +53,17 @@ class Line:
 
 
 class Narrator:
-    """The lines of each event in turn. A failure is a block: a line when it is noticed, and at its
-    end its cost and the advice. Planned changes are not red; the end of a run is a single line.
+    """Returns the lines of each event in turn. A failure has a line when it is noticed, and at its
+    end lines with its cost and the advice. Planned changes are not red; the end of a run is a
+    single line.
 
-    ``story``: folded from the same events, in the order of the files.
+    ``story``: the story into which :meth:`take` folds the events, in the order of the files.
     """
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self._losses = list[Line]()  # perhaps of the next reported failure
-        self._reported: set[int] = set()
+        self._losses = list[Line]()  # lines held back, as a failure may follow that names its cause
+        self._opened_epochs: set[int] = set()
         self._code = ""  # the kind with which the last failure was reported
         self._restored = 0  # the restored iteration
 
@@ -73,18 +74,18 @@ class Narrator:
         event = by_rank(event)
         if event.kind is Kind.EPOCH_DECIDED:
             self._restored = int(event.data.get("generation", (0, 0))[1])
-        # Known events arrive again at a coordinator that took over, and any event of its start.
+        # After a takeover known events arrive again, and all nodes join again.
         known_until = max(story.last_iteration, self._restored)
-        again = event.kind is Kind.STEP and (event.iteration or 0) <= known_until
-        again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event.epoch)
-        again |= event.kind is Kind.NODE_JOINED and story.silence is not None
-        plans = len(story.protections)
-        known = len(story.failures)
+        is_repeated = event.kind is Kind.STEP and (event.iteration or 0) <= known_until
+        is_repeated |= event.kind is Kind.EPOCH_OPENED and self._is_known(event.epoch)
+        is_repeated |= event.kind is Kind.NODE_JOINED and story.silence is not None
+        plan_count, failure_count = len(story.protections), len(story.failures)
         story.take(event)
-        if event.kind is Kind.EPOCH_OPENED and len(story.failures) > known:  # without a coordinator
+        if event.kind is Kind.EPOCH_OPENED and len(story.failures) > failure_count:
+            # The loss of a coordinator, which did not interrupt training.
             return [_title_line(story.failures[-1], story), *self._advice()]
-        again |= event.kind is Kind.PROTECTION and len(story.protections) == plans
-        if again or (was_over and story.ended is not None):  # agents leave
+        is_repeated |= event.kind is Kind.PROTECTION and len(story.protections) == plan_count
+        if is_repeated or (was_over and story.ended is not None):  # after the end agents leave
             return []
         match event.kind:
             case Kind.NODE_LOST | Kind.MEMBER_LOST:
@@ -137,10 +138,11 @@ class Narrator:
         return [Line(f"to do: {text}")] if text else []
 
     def _is_known(self, epoch: int) -> bool:
-        """Return whether the epoch was reported before: a coordinator that took over repeats it."""
-        known = epoch in self._reported
-        self._reported.add(epoch)
-        return known
+        """Return whether the opening of the epoch was reported before, as a coordinator that took
+        over repeats it."""
+        is_known = epoch in self._opened_epochs
+        self._opened_epochs.add(epoch)
+        return is_known
 
 
 def line_of(event: Event) -> Line | None:
@@ -149,8 +151,8 @@ def line_of(event: Event) -> Line | None:
     Raises LookupError, TypeError, ValueError or AttributeError for data of another form.
     """
     data = event.data
-    if event.kind in _PLAIN:
-        text, style = _PLAIN[event.kind]
+    if event.kind in _FORMATS:
+        text, style = _FORMATS[event.kind]
         return Line(text.format(**{**vars(event), **data, "data": dict(data)}), style)
     match event.kind:
         case Kind.STEP:
@@ -172,7 +174,7 @@ def line_of(event: Event) -> Line | None:
             return Line(describe_slowness(event), "yellow")
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
-        case Kind.LOG if data.get("level") != "info":  # the others are for the report of the run
+        case Kind.LOG if data.get("level") != "info":
             return Line(str(data.get("text")))
         case Kind.PROTECTION:
             style = "" if data.get("why") == "start" else "yellow"
@@ -196,7 +198,7 @@ def printable(text: str) -> str:
 
 
 def describe_cause(data: Mapping[str, Any]) -> str:
-    """Return ``a node was lost: node 1: connection closed``: kind and cause of a failure."""
+    """Return the kind and cause of a failure: ``a node was lost: node 1: connection closed``."""
     kind, cause = describe_kind(str(data.get("kind", ""))), str(data.get("cause") or "")
     return ": ".join(filter(None, (kind, cause))) or "cause not recorded"
 
@@ -221,38 +223,39 @@ def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
 
 def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
     """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause."""
-    best = failure.best
+    best = failure.cause_event
     cause = failure.cause if best.kind is Kind.EPOCH_CLOSED else describe_loss(best)
     host = "" if best.node is None or failure.planned else f" on {hosts.get(best.node, '?')}"
     return f"[{failure.kind or 'unknown'}]{host}: {cause}"
 
 
 def to_do(kind: str, text: str | None = None) -> str:
-    """Return ``text``, or the advice for a failure of this kind, with the command that explains it;
-    empty for none."""
-    known = MEANINGS[kind].to_do if text is None and kind in MEANINGS else text
-    return f"{known} (deadpool explain {kind})" if known else ""
+    """Return ``text``, or else the advice for a failure of this kind, with the command that
+    explains the kind; empty if there is no advice."""
+    advice = MEANINGS[kind].to_do if text is None and kind in MEANINGS else text
+    return f"{advice} (deadpool explain {kind})" if advice else ""
 
 
 def advice(failure: Interruption, story: Story) -> str:
-    """Return the advice about a failure, extended if it has happened before; without advice to
-    attach a node to a run that is over."""
-    known = MEANINGS[failure.kind].to_do if failure.kind in MEANINGS else ""
-    node = failure.best.node
-    same = [f for f in story.failures if (f.kind, f.best.node) == (failure.kind, node)]
-    time = same.index(failure) + 1 if failure in same else 1
-    times = f"failure {time} of this kind on node {node}"
-    if known.startswith(_AGAIN) and time > 1:
-        known = f"{times}: {known.removeprefix(_AGAIN)}"
+    """Return the advice about a failure; empty if there is none. It names the number of the failure
+    if this kind has happened before on the node, and a quarantine of the node. To a run that is
+    over, no node is to be attached."""
+    text = MEANINGS[failure.kind].to_do if failure.kind in MEANINGS else ""
+    node = failure.cause_event.node
+    same = [f for f in story.failures if (f.kind, f.cause_event.node) == (failure.kind, node)]
+    number = same.index(failure) + 1 if failure in same else 1
+    name = f"failure {number} of this kind on node {node}"
+    if text.startswith(_AGAIN) and number > 1:
+        text = f"{name}: {text.removeprefix(_AGAIN)}"
     until = failure.ended or story.last_wall
     quarantines = (e for e in story.kept[Kind.NODE_QUARANTINED] if e.node == node)
     if any(failure.began <= event.wall_seconds <= until for event in quarantines):
         seats = {int(seat[0]) for _, seat in failure.seats_changed.values()}  # type: ignore[index]
         moved = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""
         test = "test its host (deadpool gpu-health, dmesg)"
-        known = f"{times}, which is quarantined{moved}: {test}; start another node as a spare:"
-        known += " 'deadpool agent --run-dir DIR --attach'"
-    parts = (part for part in known.split("; ") if story.ended is None or _ATTACHES not in part)
+        text = f"{name}, which is quarantined{moved}: {test}; start another node as a spare:"
+        text += " 'deadpool agent --run-dir DIR --attach'"
+    parts = (part for part in text.split("; ") if story.ended is None or _ATTACH_FLAG not in part)
     return to_do(failure.kind, "; ".join(parts))
 
 
@@ -278,7 +281,7 @@ def describe_stack(event: Event) -> str:
     if event.data.get("missing"):
         return f"{process}: none, {event.data['missing']}"
     frames = [str(frame) for frame in event.data.get("frames", ())]
-    shown = " < ".join([*frames[:_SHOWN_FRAMES], *["..."] * (len(frames) > _SHOWN_FRAMES)])
+    shown = " < ".join([*frames[:_MAX_FRAMES], *["..."] * (len(frames) > _MAX_FRAMES)])
     return f"{process}: {shown} (all threads in logs/{event.data.get('log')})"
 
 
@@ -294,12 +297,12 @@ def _pace(slow: Mapping[str, Any]) -> str:
 
 
 def node_troubles(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return nodes with their problems, by the status of a run."""
-    found = list[tuple[str, str]]()
-    for node, known in status["nodes"].items():
-        found += [(node, known["use"])] if known["use"] == NodeUse.QUARANTINED else []
-        found += [(node, f"{known['standing']}: {reason}") for reason in known["reasons"]]
-    return found + [(node, f"slow: {_pace(slow)}") for node, slow in status["slow"].items()]
+    """Return pairs of a node and its problem, from the status of a run."""
+    troubles = list[tuple[str, str]]()
+    for node, facts in status["nodes"].items():
+        troubles += [(node, facts["use"])] if facts["use"] == NodeUse.QUARANTINED else []
+        troubles += [(node, f"{facts['standing']}: {reason}") for reason in facts["reasons"]]
+    return troubles + [(node, f"slow: {_pace(slow)}") for node, slow in status["slow"].items()]
 
 
 def describe_protection(event: Event) -> str:
@@ -312,9 +315,9 @@ def describe_protection(event: Event) -> str:
 
 def describe_when(failure: Interruption) -> str:
     """Return the time when a failure began, and when it was noticed if that was later."""
-    late = failure.noticed - failure.began >= _NOTICED_SECONDS
-    noticed = f", noticed {date(failure.noticed)[11:19]}" if late else ""
-    return f"{date(failure.began)[:19].replace('T', ' ')}{noticed}"
+    is_late = failure.noticed - failure.began >= _NOTICED_SECONDS
+    text = f", noticed {date(failure.noticed)[11:19]}" if is_late else ""
+    return f"{date(failure.began)[:19].replace('T', ' ')}{text}"
 
 
 def describe_wait(event: Event) -> str:
@@ -333,16 +336,16 @@ def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
 
 
 def describe_progress(story: Story, now: float | None) -> str:
-    """Return ``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as
-    known at this time (wall clock, seconds; None: that of the newest event)."""
-    found = story.progress()
+    """Return ``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, without values
+    that are not known. ``now``: wall clock, seconds; None for the time of the newest event."""
+    progress = story.progress()
     goodput = story.goodput(now)
     parts = {
-        "of {}": found["iterations"],
-        "{} samples/s": _short(found["samples_per_second"]),
-        "{} tokens/s": _short(found["tokens_per_second"]),
+        "of {}": progress["iterations"],
+        "{} samples/s": _short(progress["samples_per_second"]),
+        "{} tokens/s": _short(progress["tokens_per_second"]),
         "goodput {:.1f} %": None if goodput is None else 100 * goodput,
-        "{} left": _duration(found["seconds_left"]),
+        "{} left": _duration(progress["seconds_left"]),
     }
     return ", ".join(text.format(value) for text, value in parts.items() if value is not None)
 
@@ -381,7 +384,8 @@ def _numbers(data: Mapping[str, Any]) -> str:
 
 
 def _phases(phases: Mapping[str, float]) -> str:
-    """Return the phases that took time, in order. Copies are made during the others."""
+    """Return a text with the phases that took time, in order. Copies come last, as they are made
+    during other phases."""
     spent = {name: f"{seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005}
     copies = spent.pop("reprotect", "")
     text = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())

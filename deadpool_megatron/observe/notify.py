@@ -1,8 +1,8 @@
-"""Notices for people elsewhere: a POST of JSON to a URL, and a command.
+"""Sends notices to people elsewhere: by a POST of JSON to a URL, and by a command.
 
-Nothing waits for any of them. Each has a thread and a short queue of its own; a notice for a full
-queue replaces the oldest. When an outlet begins to fail there is a single warning, and no further
-warning before it has worked again.
+The run does not wait for notices. Each outlet has a thread and a short queue of its own; a notice
+for a full queue replaces the oldest. An outlet that begins to fail causes a single warning, and no
+further warning before it has worked again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _POST_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
 # The variables of the command, which has the JSON on its standard input.
 KIND_VARIABLE, TEXT_VARIABLE = "DEADPOOL_EVENT_KIND", "DEADPOOL_EVENT_TEXT"
-# No notices: a user has asked for these.
-_PLANNED = (FailureKind.DRAINED, FailureKind.COORDINATOR)
+# No notices for planned changes, and for a new coordinator.
+_QUIET_KINDS = (FailureKind.DRAINED, FailureKind.COORDINATOR)
 
 
 class Outlet:
-    """A receiver of notices: ``deliver`` blocks, and raises OSError with a clear text."""
+    """A receiver of notices. ``deliver`` may block, and raises OSError with a text for people."""
 
     def __init__(
         self, name: str, deliver: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
     ) -> None:
-        """``warn`` takes a line for people, in any thread."""
+        """Start the thread. ``warn`` takes a line for people, in any thread."""
         self._name, self._deliver, self._warn = name, deliver, warn
         self._changed = threading.Condition()
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_WAITING)
@@ -54,7 +54,7 @@ class Outlet:
             self._changed.notify_all()
 
     def flush(self, until: float) -> None:
-        """Wait for the delivery of queued notices until then (monotonic seconds)."""
+        """Wait for the delivery of queued notices, at most until ``until`` (monotonic seconds)."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
 
@@ -69,20 +69,20 @@ class Outlet:
             except OSError as error:
                 reason = str(error)
             except Exception as error:
-                # An error of a library or of ours must not end the thread, for which the end of the
-                # run would wait. Its text may have the URL, which may be a secret.
+                # No error may end the thread, as the end of the run would wait for its queue.
+                # Report only the type: the text may have the URL, which may be a secret.
                 reason = type(error).__name__
             if reason and not is_failing:
                 self._warn(f"{self._name} did not receive '{notice['text']}': {reason}")
             is_failing = bool(reason)
             with self._changed:
-                if self._waiting[0] is notice:  # else newer notices have replaced it
+                if self._waiting[0] is notice:  # otherwise newer notices have replaced it
                     self._waiting.popleft()
                 self._changed.notify_all()
 
 
 class Notices:
-    """The notices of events, for this URL and this command, each empty for none."""
+    """Sends notices of a run's events to a URL and to a command; an empty text means none."""
 
     def __init__(self, run_id: str, url: str, command: str, warn: Callable[[str], None]) -> None:
         self._run_id, self._outlets = run_id, list[Outlet]()
@@ -94,7 +94,7 @@ class Notices:
             )
 
     def note(self, event: Event) -> None:
-        """Send a notice of an event if people elsewhere should know it. Does not block."""
+        """Send a notice of an event, if the event has a notice. Does not block."""
         text = ""
         with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged event
             text = printable(notice_text(event)) if self._outlets else ""
@@ -104,7 +104,7 @@ class Notices:
             outlet.put(notice)
 
     def flush(self, until: float) -> None:
-        """Let the outlets deliver queued notices until then (monotonic seconds)."""
+        """Let the outlets deliver queued notices, at most until ``until`` (monotonic seconds)."""
         for outlet in self._outlets:
             outlet.flush(until)
 
@@ -113,10 +113,10 @@ def notice_text(event: Event) -> str:
     """Return the text of a notice of an event; empty for no notice."""
     data = event.data
     match event.kind:
-        case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
+        case Kind.EPOCH_CLOSED if data.get("kind") not in _QUIET_KINDS:
             kind = str(data.get("kind"))
             return f"{describe_kind(kind)}: {data.get('cause')} (deadpool explain {kind})"
-        case Kind.RECOVERED if data.get("kind") not in _PLANNED:
+        case Kind.RECOVERED if data.get("kind") not in _QUIET_KINDS:
             again = f"{count(int(data['steps_recomputed']), 'iteration')} computed again"
             return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"
         case Kind.NODE_QUARANTINED:
@@ -131,8 +131,8 @@ def notice_text(event: Event) -> str:
 
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
-    """POST a notice to a URL, or to the URL in the file ``@FILE``. Raises OSError without the URL
-    in its text, as that may be a secret."""
+    """POST a notice to a URL, or to the URL in the file ``@FILE``. Raises OSError; its text does
+    not contain the URL, which may be a secret."""
     kind, reason = {"Content-Type": "application/json"}, ""
     if url.startswith("@"):
         url = Path(url[1:]).read_text().strip()
@@ -152,7 +152,7 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
 
 
 def _run_command(command: str, notice: Mapping[str, Any]) -> None:
-    """Run the command with a notice as its input. Raises OSError."""
+    """Run the command with a notice as its input. Raises OSError if it fails or takes too long."""
     facts = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
     body = json.dumps(notice).encode()
     end = run_in_shell(command, _COMMAND_SECONDS, body, {**os.environ, **facts})

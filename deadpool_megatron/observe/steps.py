@@ -13,8 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training iteration, and the time of its report (wall clock, seconds). Numbers are exact, as
-    ``float.hex`` text; None if unknown: ``grad_norm`` of a skipped update.
+    """A training iteration. ``wall_seconds``: wall clock of its report. Numbers are texts of
+    ``float.hex``, which are exact, and None if unknown, as the ``grad_norm`` of a skipped update.
+    ``samples``: all samples consumed so far.
     """
 
     iteration: int
@@ -27,45 +28,46 @@ class Step:
 
 
 class StepTable:
-    """Steps by ascending iteration: all, or at most the ``2 * kept`` newest steps."""
+    """Steps in ascending order of iteration. With ``kept``, old steps are dropped, and between
+    ``kept`` and ``2 * kept`` of the newest remain."""
 
     def __init__(self, kept: int | None = None) -> None:
         self._steps, self._kept = list[Step](), kept
 
     def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
-        """Add the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
-        OverflowError for values that are not of a step, without any change.
+        """Add the data of a STEP event, unless the table has that step. Raises ValueError,
+        TypeError or OverflowError for invalid values, without any change.
         """
-        at = self._place(iteration)
-        if at < len(self) and self[at].iteration == iteration:
+        index = self._index(iteration)
+        if index < len(self) and self[index].iteration == iteration:
             return
         loss, norm, rate = (
             None if (text := values.get(name)) is None else float.fromhex(text).hex()
             for name in ("loss", "grad_norm", "learning_rate")
         )
-        samples = values.get("samples")
-        known = None if samples is None else int(samples)
-        step = Step(iteration, wall_seconds, loss, norm, rate, bool(values.get("skipped")), known)
-        self._steps.insert(at, step)
+        consumed = values.get("samples")
+        samples = None if consumed is None else int(consumed)
+        step = Step(iteration, wall_seconds, loss, norm, rate, bool(values.get("skipped")), samples)
+        self._steps.insert(index, step)
         if self._kept is not None and len(self) > 2 * self._kept:
             del self._steps[: -self._kept]
 
     def forget_from(self, iteration: int) -> None:
         """Drop the steps from this iteration on."""
-        del self._steps[self._place(iteration) :]
+        del self._steps[self._index(iteration) :]
 
     def after(self, iteration: int) -> Iterator[Step]:
         """Return the steps after an iteration, in order."""
-        return itertools.islice(self._steps, self._place(iteration + 1), None)
+        return itertools.islice(self._steps, self._index(iteration + 1), None)
 
     def newest(self, count: int) -> list[Step]:
-        """Return that many newest steps, in order."""
+        """Return the ``count`` newest steps, in order."""
         return self._steps[-count:]
 
     def __deepcopy__(self, _: object) -> StepTable:
-        made = StepTable(self._kept)
-        made._steps = self._steps.copy()
-        return made
+        table = StepTable(self._kept)
+        table._steps = self._steps.copy()
+        return table
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -73,24 +75,24 @@ class StepTable:
     def __iter__(self) -> Iterator[Step]:
         return iter(self._steps)
 
-    def __getitem__(self, at: int) -> Step:
-        return self._steps[at]
+    def __getitem__(self, index: int) -> Step:
+        return self._steps[index]
 
-    def _place(self, iteration: int) -> int:
+    def _index(self, iteration: int) -> int:
+        """Return the index of the first step that is not before ``iteration``."""
         if not self._steps or iteration > self._steps[-1].iteration:
             return len(self)
         return bisect_left(self._steps, iteration, key=lambda step: step.iteration)
 
 
 def decimal(text: str | None) -> float | None:
-    """Return the value of a hexadecimal float."""
+    """Return the value of a hexadecimal float; None for None."""
     return None if text is None else float.fromhex(text)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return untrimmed mean, p50, p95, p99, min and max of ``values``; only ``count`` for none.
-
-    Percentiles are values that did occur (nearest rank).
+    """Return count, mean (of all values), p50, p95, p99, min and max; only the count if there are
+    no values. Percentiles are values that occurred (nearest rank).
     """
     if not values:
         return {"count": 0}

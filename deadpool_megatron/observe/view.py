@@ -1,6 +1,7 @@
-"""The view of a run: state, numbers and advice, from its events and its coordinator. Pure.
+"""The view of a run: its state, numbers and advice, from its events and its coordinator. Pure.
 
-Status, page, `run`, `watch`, report and metrics show this view; states.toml has its texts.
+All displays show this view: status, page, `run`, `watch`, report and metrics. states.toml has its
+texts.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.narration import advice, count, describe_wait, to_do
 from deadpool_megatron.observe.story import Interruption, Story
 
-# A coordinator without an answer for this time has no successor; a step that takes longer than
-# this, and than that many usual steps, is reported.
+# A coordinator that has not answered for this time has no successor.
 _SILENT_SECONDS = 30.0
+# A step is reported as late if it takes longer than _SILENT_SECONDS and this many usual steps.
 _LATE_STEPS = 10
 # A larger difference between two clocks is reported.
 _CLOCK_SECONDS = 5.0
-_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+# Errors of writing events that mean a full disk.
+_FULL_TEXTS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _TABLE = tomllib.loads(Path(__file__).with_name("states.toml").read_text())
 TABLE: Mapping[str, Mapping[str, str]] = _TABLE["states"]
 TROUBLES: Mapping[str, Mapping[str, str]] = _TABLE["troubles"]
@@ -54,10 +56,11 @@ class State(StrEnum):
 class View:
     """The facts of a run for people.
 
-    ``story``: with the events that the coordinator could not write yet; ``status``: the answer of
-    the coordinator, or None; ``final``: the result, or its event. ``now``: wall clock (seconds) of
-    the coordinator, which dates the events, or of the reader without an answer. ``skew``: seconds
-    by which the reader's clock is ahead. ``reason``: the reason of the end of a run.
+    ``story``: the story, with the events that the coordinator could not write yet; ``status``: the
+    coordinator's answer, or None; ``final``: the result of the run, empty before the end. ``now``:
+    wall clock (seconds) of the coordinator, which dates the events, or without an answer that of
+    the reader. ``skew``: seconds by which the reader's clock is ahead. ``look``, ``title`` and
+    ``to_do``: see states.toml. ``reason``: the reason of the end of the run.
     """
 
     state: State
@@ -84,8 +87,8 @@ class View:
     @property
     def iteration(self) -> int:
         """The newest finished iteration."""
-        known = self.final if self.status is None else self.status
-        newest = known.get("iterations" if self.status is None else "iteration", 0)
+        values = self.final if self.status is None else self.status
+        newest = values.get("iterations" if self.status is None else "iteration", 0)
         return max(int(newest), self.story.last_iteration)
 
     @property
@@ -105,14 +108,15 @@ class View:
 
     @property
     def replicas(self) -> str:
-        """The present and the full number of model replicas; empty if there is one number only."""
-        found = [] if self.status is None else self.status["model_replicas"]
-        return f"{found[0]} of {found[1]} model replicas" if found else ""
+        """A text with the present and the full number of model replicas; empty if the number cannot
+        change, or is not known."""
+        numbers = [] if self.status is None else self.status["model_replicas"]
+        return f"{numbers[0]} of {numbers[1]} model replicas" if numbers else ""
 
     @property
     def max_lost(self) -> float | None:
-        """The largest number of iterations that the loss of a node costs, perhaps infinite; None if
-        unknown."""
+        """The largest number of iterations that the loss of a node would cost now, infinite if it
+        may cost all since the last checkpoint; None if unknown."""
         if self.exposed is None or self.status is None:
             return None
         lost = self.status["rpo"]["most_lost"]
@@ -120,7 +124,7 @@ class View:
 
     @property
     def events_waiting(self) -> int:
-        """The number of events that cannot be written."""
+        """The number of events that the coordinator cannot write."""
         events = {} if self.status is None else self.status["events"]
         return int(events["waiting"]) if events.get("trouble") else 0
 
@@ -132,7 +136,7 @@ class View:
         return max(self.story.counts.get(Kind.REFUSED, 0), reported)
 
     def at_risk(self) -> str:
-        """Return the cost of the loss of a node."""
+        """Return a text on the iterations that the loss of a node would cost now."""
         lost = self.max_lost
         if lost is None:
             return "not known before all agents have come to the coordinator"
@@ -157,15 +161,15 @@ def view(
     run: object,
     now: float,
     *,
-    left: str = "",
+    remaining: str = "",
     final: Mapping[str, Any] | None = None,
 ) -> View:
     """Return the view of a run.
 
     ``status``: the coordinator's answer, or None; ``run``: the run's directory; ``now``: the
-    reader's wall clock, seconds; ``left``: a text about the memory of a run without a process;
-    ``final``: the result. Raises an error of :data:`events.DAMAGE` for the status of another
-    version.
+    reader's wall clock, seconds; ``remaining``: a line on the memory of a run whose processes have
+    all ended; ``final``: the result; None to take it from the events. Raises an error of
+    :data:`events.DAMAGE` for the status of another version.
     """
     if status is not None:
         story = story.ahead(map(Event.from_dict, status["events"]["unwritten"]))
@@ -173,14 +177,14 @@ def view(
         final = {} if story.ended is None else story.ended.data
     clock = now if status is None else float(status["now"])
     is_over = bool(final) or story.ended is not None
-    state = State.OVER if is_over else State.GONE if left else _state(story, status)
-    seen = View(state, run, story, status, final, clock, now - clock)
+    state = State.OVER if is_over else State.GONE if remaining else _state(story, status)
+    run_view = View(state, run, story, status, final, clock, now - clock)
     name = str(run).rpartition("/")[2]
-    facts = {"run": run, "name": name, "left": left, **_facts(seen)}
+    facts = {"run": run, "name": name, "remaining": remaining, **_facts(run_view)}
     row, code = TABLE[state], str(final.get("exit_status", 0))
-    troubles = [] if status is None or is_over else [TROUBLES[name] for name in _troubles(seen)]
+    troubles = [] if status is None or is_over else [TROUBLES[name] for name in _troubles(run_view)]
     texts = [row["to_do"], *(trouble["to_do"] for trouble in troubles)]
-    reason, orders = _reason(seen, left) if is_over else ("", [])
+    reason, orders = _reason(run_view, remaining) if is_over else ("", [])
     to_do = dict.fromkeys(filter(None, [*(text.format(**facts) for text in texts), *orders]))
     look = row["look"]
     if state is State.OVER and code in _ENDS:
@@ -188,7 +192,7 @@ def view(
     elif state is State.UNANSWERED and facts["silent"] > _SILENT_SECONDS:
         look = "bad"
     return replace(
-        seen,
+        run_view,
         look="wait" if look == "good" and troubles else look,
         title="".join(entry["title"].format(**facts) for entry in (row, *troubles)),
         to_do="; ".join(to_do),
@@ -211,16 +215,16 @@ def _state(story: Story, status: Mapping[str, Any] | None) -> State:
     return State.PLANNED if failing["kind"] == FailureKind.DRAINED else State.RECOVERING
 
 
-def _facts(seen: View) -> dict[str, Any]:
-    """Return the values for the texts of the tables."""
-    story, status, final = seen.story, seen.status, seen.final
+def _facts(run_view: View) -> dict[str, Any]:
+    """Return the values for the places in the texts of states.toml."""
+    story, status, final = run_view.story, run_view.status, run_view.final
     code, waiting = str(final.get("exit_status", 0)), story.waiting
     how = describe_kind(str(final.get("kind") or "")) or "failed"
     facts: dict[str, Any] = {
         "joined": len(story.hosts),
         "wanted": sum(story.wanted),
-        "silent": max(0.0, seen.now - (story.last_wall or seen.now)),
-        "age": seen.step_seconds_ago,
+        "silent": max(0.0, run_view.now - (story.last_wall or run_view.now)),
+        "age": run_view.step_seconds_ago,
         "status": code,
         "how": _ENDS.get(code, {"how": how})["how"],
         "wait": "a role has no node" if waiting is None else describe_wait(waiting),
@@ -233,21 +237,21 @@ def _facts(seen: View) -> dict[str, Any]:
         "phase": "replay" if phase == "running" else phase,
         "waits": f", waits for {waits}" if waits else "",
         "node": status["coordinator"]["node"],
-        "full": "is full" if reason in _FULL else f"cannot be written ({reason})",
-        "since": date(seen.now - events["seconds"])[11:19],
-        "trains": ", training continues" if seen.state is State.RUNNING else "",
+        "full": "is full" if reason in _FULL_TEXTS else f"cannot be written ({reason})",
+        "since": date(run_view.now - events["seconds"])[11:19],
+        "trains": ", training continues" if run_view.state is State.RUNNING else "",
         "fewer": count(len(status["fewer_copies"]), "role"),
         "slow": count(len(status["slow"]), "slow node"),
-        "replicas": seen.replicas,
+        "replicas": run_view.replicas,
     }
 
 
-def _troubles(seen: View) -> Iterator[str]:
-    """Yield the names of the troubles of a run whose coordinator answers."""
-    story, status, ago = seen.story, seen.status or {}, seen.step_seconds_ago
-    if seen.events_waiting:
+def _troubles(run_view: View) -> Iterator[str]:
+    """Yield the troubles of a run whose coordinator answers, by their names in states.toml."""
+    story, status, ago = run_view.story, run_view.status or {}, run_view.step_seconds_ago
+    if run_view.events_waiting:
         yield "full"
-    if seen.state is not State.RUNNING:
+    if run_view.state is not State.RUNNING:
         return
     if ago is not None and ago > max(_SILENT_SECONDS, _LATE_STEPS * (story.pace() or 0.0)):
         yield "stalled"
@@ -259,13 +263,13 @@ def _troubles(seen: View) -> Iterator[str]:
     yield from ["fewer"] * bool(status["fewer_copies"]) + ["slow"] * bool(status["slow"])
 
 
-def _reason(seen: View, left: str) -> tuple[str, list[str]]:
-    """Return the reason of a run's end, and the orders for its user: the advice about the last
-    failure, the commands in the reason, and ``left``."""
-    final, last = seen.final, seen.story.failures[-1:]
+def _reason(run_view: View, remaining: str) -> tuple[str, list[str]]:
+    """Return the reason of a run's end, and what its user can do: the advice about the last
+    failure, the commands in the reason, and ``remaining``."""
+    final, last = run_view.final, run_view.story.failures[-1:]
     unknown = "no reason known" if final.get("exit_status") else ""
     parts = str(final.get("reason") or unknown).split("; ")
     orders = [part for part in parts if "'deadpool run" in part]
     reason = "; ".join(part for part in parts if part not in orders)
-    known = [seen.advice(failure) for failure in last if failure.is_cut_short]
-    return reason, [*(known or [to_do(str(final.get("kind") or ""))]), *orders, left]
+    advices = [run_view.advice(failure) for failure in last if failure.is_cut_short]
+    return reason, [*(advices or [to_do(str(final.get("kind") or ""))]), *orders, remaining]

@@ -1,13 +1,18 @@
 """``python -m deadpool_megatron.persist JOB``: write a node's part of an export.
 
-Its agent starts it.
+The agent of the node starts this process. ``JOB`` is a JSON file with an object:
 
-``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
-directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`),
-``dump`` (null, or ``path``, ``generation``, ``boundary`` of a dump, and its ``roles`` to write),
-``iteration``, ``roles`` (of all processes, ascending; the process with the first role joins all
-files into one checkpoint), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the
-reason as the last line of standard error.
+``directory``         of the unfinished checkpoint
+``skeletons``         the directory with the state templates
+``taken``             snapshots in memory to write, each as JSON of
+                      :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`
+``dump``              null, or the ``path``, ``generation`` and ``boundary`` of a dump, and its
+                      ``roles`` to write
+``roles``             all roles of the checkpoint, ascending; the process with the first role joins
+                      the files of all processes
+``iteration``, ``deadline_seconds``, ``node``, ``run_dir``
+
+The exit status is 0, or 1 with the reason as the last line of standard error.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from deadpool_megatron.vault.errors import VaultError
 
 _NICENESS = 19
 _POLL_SECONDS = 0.1
-# The package whose objects are carried from one file to another.
+# The package whose objects are copied from templates to checkpoints without an import.
 _FOREIGN = "megatron"
 
 
@@ -51,14 +56,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deadpool_megatron.persist")
     parser.add_argument("job", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="pid that it dies with")
-    given = parser.parse_args()
-    die_with_parent(given.parent)
+    args = parser.parse_args()
+    die_with_parent(args.parent)
     set_process_name("dp-persist")
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     stand_in_for_megatron()
     failpoints.load()
-    job = json.loads(given.job.read_text())
+    job = json.loads(args.job.read_text())
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
@@ -69,10 +74,11 @@ def main() -> int:
 
 
 def _carry_out(job: Mapping[str, Any]) -> None:
+    """Write the files of this node's roles, and join all files if it has the first role."""
     directory = Path(job["directory"])
     make_private(directory)
     common: Any = None
-    roles, joins = job["roles"], False
+    roles, has_first_role = job["roles"], False
     for snapshot in _sources(job):
         template = read_template(Path(job["skeletons"]), snapshot.role, snapshot.layout_hash)
         failpoints.hit("persist.write", role=snapshot.role, iteration=snapshot.generation.iteration)
@@ -80,11 +86,11 @@ def _carry_out(job: Mapping[str, Any]) -> None:
         index = torch_dist.write_role(template, source, directory)
         torch_dist.write_extras(source, directory, rank_of(snapshot.role), len(roles))
         if snapshot.role == roles[0]:
-            joins, common = True, torch_dist.filled(template.common, source)
-        # Renamed into place, so that the process that joins never reads half of it.
+            has_first_role, common = True, torch_dist.filled(template.common, source)
+        # Renamed into place, so that the process that joins the files never reads a partial index.
         write_text(_index_path(directory, snapshot.role), json.dumps(index))
     failpoints.hit("persist.written", iteration=job["iteration"])
-    if joins:
+    if has_first_role:
         indexes = _await_all(directory, roles, float(job["deadline_seconds"]))
         torch_dist.join(directory, indexes, common)
         for role in roles:
@@ -92,7 +98,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
 
 
 def _sources(job: Mapping[str, Any]) -> Iterator[Snapshot]:
-    """Yield the snapshots of all roles of this node, each read only when it is due."""
+    """Yield the snapshots of this node's roles; those of a dump are read only when requested."""
     yield from map(Snapshot.from_dict, job["taken"])
     dump = job["dump"]
     for role in [] if dump is None else dump["roles"]:
@@ -107,6 +113,8 @@ def _index_path(directory: Path, role: int) -> Path:
 def _await_all(
     directory: Path, roles: Sequence[int], deadline_seconds: float
 ) -> list[Mapping[str, Any]]:
+    """Return the indexes of all roles' files once they exist. Raises WritingError if some do not
+    within the deadline."""
     limit = time.monotonic() + deadline_seconds
     while missing := [role for role in roles if not _index_path(directory, role).exists()]:
         if time.monotonic() > limit:
@@ -121,15 +129,17 @@ def _await_all(
 def stand_in_for_megatron() -> None:
     """Replace every module of Megatron by a stand-in in this process, before the first import.
 
-    The arguments of a run hold members of Megatron's enumerations, by the name of their class. To
-    import that class would import Megatron with all that it needs. Here a class is only a name, and
-    an object of such a class is written as it was read.
+    The arguments of a run hold members of Megatron's enumerations, which pickle stores with the
+    name of their class. An import of the class would import Megatron with all that it needs. Here a
+    class is only a name, and an object of such a class is written as it was read.
     """
     assert _FOREIGN not in sys.modules, "Megatron was imported here"
     sys.meta_path.insert(0, _ForeignFinder())
 
 
 class _ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a stand-in for each module of Megatron."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -145,22 +155,22 @@ class _ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _ForeignModule(types.ModuleType):
-    """A module that has a class of every name."""
+    """A module that has a class of each name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _ForeignClass(name, (), {"__module__": self.__name__})
-        setattr(self, name, made)
-        return made
+        cls = _ForeignClass(name, (), {"__module__": self.__name__})
+        setattr(self, name, cls)
+        return cls
 
 
 class _ForeignClass(type):
-    """A class of Megatron. pickle creates plain objects without it and enumeration members with it:
+    """A stand-in for a class of Megatron. pickle gets the members of an enumeration from its class:
     by a call in most versions of Python, by an attribute in some versions of 3.11."""
 
-    def __call__(cls, *given: Any) -> Any:
-        return _ForeignObject(cls, given)
+    def __call__(cls, *args: Any) -> Any:
+        return _ForeignObject(cls, args)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -171,11 +181,11 @@ class _ForeignClass(type):
 class _ForeignObject:
     """An object that is pickled as the call that created it."""
 
-    def __init__(self, function: Any, given: tuple[Any, ...]) -> None:
-        self._made = function, given
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._call = function, args
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self._made
+        return self._call
 
 
 if __name__ == "__main__":

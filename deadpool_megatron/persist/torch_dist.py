@@ -1,9 +1,9 @@
 """Checkpoints in the torch_dist format: the file of each role, and their join into a checkpoint.
 
-A role's file is written from the copy of its generation and read back. It holds tensors and objects
-as ``torch.save`` writes them, one after the other; the metadata of the checkpoint has the place of
-each. Roles need nothing of each other. Nothing that another node sent is unpickled: the index of a
-role's file is JSON in the directory of the unfinished checkpoint.
+A role's file is written from a copy of its generation, and read back. It holds tensors and objects
+in a row, as ``torch.save`` writes them; the metadata of the checkpoint has the place of each. To
+write its file a role needs no other role. Nothing that another node wrote is unpickled: the index
+of a role's file is JSON in the directory of the unfinished checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deadpool_megatron.vault.shm.segment import checksum
 
 _READ_BYTES = 16 << 20
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
-# Megatron reads this first, to choose a reader (core/dist_checkpointing).
+# The content of metadata.json, by which Megatron chooses a reader (core/dist_checkpointing).
 _CONFIGURATION = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -47,12 +47,12 @@ _CONFIGURATION = {
 
 
 class WritingError(Exception):
-    """The file could not be written correctly; the message is one line."""
+    """A file could not be written correctly; the message is a line."""
 
 
 class GenerationSource:
-    """A role's pinned generation; ``frozen``: the folder with the files of weights that no
-    iteration changes. Raises WritingError when bytes are damaged.
+    """The bytes of a role's pinned generation. ``frozen``: the folder with the files of weights
+    that no iteration changes. Raises WritingError if bytes are damaged.
     """
 
     def __init__(self, snapshot: Snapshot, frozen: Path) -> None:
@@ -79,21 +79,23 @@ class GenerationSource:
         return self._run(part, offset_bytes, template.dtype_of(dtype), 1).view(())
 
     def tensor(self, piece: template.Piece) -> Tensor:
-        """Return the values of a piece, with its shape and dtype, in memory of its own extent."""
+        """Return the values of a piece, with its shape and dtype. The tensor's storage has only
+        these values, as ``torch.save`` writes whole storages."""
         count = math.prod(piece.sizes)
         if piece.is_extra:
-            kept = self.extras.get(piece.part)
-            if not isinstance(kept, Tensor):
+            extra = self.extras.get(piece.part)
+            if not isinstance(extra, Tensor):
                 raise WritingError(f"{piece.key}: the extras do not hold {piece.part}")
             first = piece.offset_bytes // template.dtype_of(piece.stored).itemsize
-            found = kept.reshape(-1)[first : first + count].clone()
-            return found.view(piece.sizes)
+            values = extra.reshape(-1)[first : first + count].clone()
+            return values.view(piece.sizes)
         if piece.part == template.ZEROS:
             return torch.zeros(piece.sizes, dtype=template.dtype_of(piece.dtype))
-        found = self._run(piece.part, piece.offset_bytes, template.dtype_of(piece.stored), count)
-        return found.to(template.dtype_of(piece.dtype)).view(piece.sizes)
+        values = self._run(piece.part, piece.offset_bytes, template.dtype_of(piece.stored), count)
+        return values.to(template.dtype_of(piece.dtype)).view(piece.sizes)
 
     def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
+        """Return a flat tensor over ``count`` elements of a part. Raises WritingError."""
         if not count:
             return torch.empty(0, dtype=dtype)
         if part == template.FROZEN and part not in self._parts:
@@ -106,15 +108,16 @@ class GenerationSource:
             raise WritingError(f"part {part} does not reach that far: {error}") from error
 
     def _frozen_part(self) -> memoryview:
-        """Map the file of frozen weights; of roles with equal weights only one writes them."""
+        """Return the mapped file of frozen weights. It is mapped on use, as only a single role of
+        those with equal weights writes them. Raises WritingError."""
         try:
-            return frozen_file.mapped(self._frozen, str(self.extras.get("frozen", "")))
+            return frozen_file.map_verified(self._frozen, str(self.extras.get("frozen", "")))
         except frozen_file.FrozenFileError as error:
             raise WritingError(str(error)) from error
 
 
-class _Counted(io.RawIOBase):
-    """A file that counts the bytes written to it and has their checksum."""
+class _CountingFile(io.RawIOBase):
+    """A file that counts the bytes written to it and computes their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class _Counted(io.RawIOBase):
         return len(view)
 
 
-def _save(value: Any, target: _Counted) -> None:
+def _save(value: Any, target: _CountingFile) -> None:
     torch.save(value, cast(BinaryIO, target))
 
 
@@ -149,81 +152,84 @@ def write_role(
 ) -> dict[str, Any]:
     """Write the role's file, read it back from the disk, and return its index as JSON values.
 
-    Raises WritingError, also where a number is not finite, and OSError.
+    Raises WritingError, also if a number is not finite, and OSError.
     """
     path = directory / file_name(rank_of(recipe.role))
     tensors: list[list[Any]] = []
     objects: list[list[Any]] = []
-    with _checked(path) as counted:
+    with _open_checked(path) as target:
         for piece in recipe.pieces:
-            start, value = counted.count, source.tensor(piece)
-            is_judged = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
-            if is_judged and not value.isfinite().all():
+            start, value = target.count, source.tensor(piece)
+            is_checked = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
+            if is_checked and not value.isfinite().all():
                 raise WritingError(f"{piece.key} of role {recipe.role} is not finite")
-            _save(value, counted)
-            place = [start, counted.count - start]
+            _save(value, target)
+            place = [start, target.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
             tensors.append([piece.key, *box, template.dtype_name(value.dtype), *place])
         for key, value in recipe.objects.items():
-            start = counted.count
-            _save([filled(value, source)], counted)
-            objects.append([key, start, counted.count - start])
-    facts = {"role": recipe.role, "file": path.name, "bytes": counted.count}
+            start = target.count
+            _save([filled(value, source)], target)
+            objects.append([key, start, target.count - start])
+    facts = {"role": recipe.role, "file": path.name, "bytes": target.count}
     return {**facts, "tensors": tensors, "objects": objects}
 
 
 def write_extras(source: GenerationSource, directory: Path, rank: int, roles: int) -> None:
     """Write the extras of a rank next to the checkpoint. Raises WritingError, OSError."""
-    with _checked(extras_file.path_in(directory, rank, roles)) as counted:
-        counted.write(extras_file.with_checksum(source.encoded_extras))
+    with _open_checked(extras_file.path_in(directory, rank, roles)) as target:
+        target.write(extras_file.with_checksum(source.encoded_extras))
 
 
 def filled(value: Any, source: GenerationSource) -> Any:
-    """Return a value of the checkpoint as it is in the generation. Raises TemplateError."""
+    """Return a value of the template with the generation's values for its marks. Raises
+    TemplateError."""
     return template.fill(value, source.extras, source.number)
 
 
 @contextlib.contextmanager
-def _checked(path: Path) -> Iterator[_Counted]:
-    """Open a new file for the block; at its end flush it to the disk, read it back without the
-    page cache where the system allows that, and compare. Raises WritingError, OSError."""
+def _open_checked(path: Path) -> Iterator[_CountingFile]:
+    """Open a new file for a block of code. At the end of the block flush it to the disk, read it
+    back, without the page cache if the system allows that, and compare the checksums. Raises
+    WritingError, OSError."""
     with open(path, "wb") as file:
-        counted = _Counted(file)
-        yield counted
+        target = _CountingFile(file)
+        yield target
         file.flush()
         os.fsync(file.fileno())
-    found, count = xxhash.xxh3_64(), 0
-    with open(path, "rb", buffering=0) as written:
+    digest, count = xxhash.xxh3_64(), 0
+    with open(path, "rb", buffering=0) as reader:
         with contextlib.suppress(OSError):  # a hint, which some file systems do not know
-            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while piece := written.read(_READ_BYTES):
-            found.update(piece)
+            os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := reader.read(_READ_BYTES):
+            digest.update(piece)
             count += len(piece)
-    if (count, found.intdigest()) != (counted.count, counted.digest.intdigest()):
+    if (count, digest.intdigest()) != (target.count, target.digest.intdigest()):
         raise WritingError(f"{path} does not hold what was written to it")
 
 
-def check_cover(key: str, shape: Sequence[int], found: Iterable[_Box]) -> None:
-    """Raise WritingError unless the boxes (offsets, sizes) fill the tensor, each element once."""
-    pieces = [ShardMetadata([*offsets], [*sizes]) for offsets, sizes in found]
+def check_cover(key: str, shape: Sequence[int], boxes: Iterable[_Box]) -> None:
+    """Raise WritingError unless the boxes (offsets, sizes) cover each element of the tensor
+    once."""
+    pieces = [ShardMetadata([*offsets], [*sizes]) for offsets, sizes in boxes]
     try:
         sharding_spec.validate_non_overlapping_shards_metadata(pieces)
         sharding_spec.check_tensor(pieces, shape)
-    except (ValueError, IndexError) as error:  # the latter without boxes
+    except (ValueError, IndexError) as error:  # IndexError: there are no boxes
         raise WritingError(f"{key}: {error}") from error
 
 
 def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> dcp.Metadata:
-    """Return the metadata of a checkpoint made of these files. Raises WritingError unless every
-    tensor is complete and every object there once.
+    """Return the metadata of a checkpoint, from the indexes of all roles' files. Raises
+    WritingError unless each tensor is complete and each object occurs once.
     """
     boxes: dict[str, list[_Box]] = defaultdict(list)
-    known: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}  # shape, dtype
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     for role in indexes:
         for key, shape, offsets, sizes, dtype, start, length in role["tensors"]:
-            if known.setdefault(key, (tuple(shape), dtype)) != (tuple(shape), dtype):
+            if tensors.setdefault(key, (tuple(shape), dtype)) != (tuple(shape), dtype):
                 raise WritingError(f"{key}: roles do not agree on its shape or dtype")
             boxes[key].append((tuple(offsets), tuple(sizes)))
             index = dcp.MetadataIndex(key, torch.Size(offsets), len(boxes[key]) - 1)
@@ -234,7 +240,7 @@ def metadata_of(indexes: Iterable[Mapping[str, Any]]) -> dcp.Metadata:
             entries[key] = dcp.BytesStorageMetadata()
             info = filesystem._StorageInfo(str(role["file"]), start, length)
             places[dcp.MetadataIndex(key)] = info
-    for key, (shape, dtype) in known.items():
+    for key, (shape, dtype) in tensors.items():
         check_cover(key, shape, boxes[key])
         entries[key] = dcp.TensorStorageMetadata(
             properties=dcp.TensorProperties(dtype=template.dtype_of(dtype)),
@@ -250,15 +256,15 @@ def join(directory: Path, indexes: Sequence[Mapping[str, Any]], common: Any) -> 
     ``common``: the values that are not sharded. Raises WritingError, OSError.
     """
     for role in indexes:
-        found = (directory / str(role["file"])).stat().st_size
-        if found != role["bytes"]:
-            raise WritingError(f"{role['file']} has {found} instead of {role['bytes']} bytes")
+        size = (directory / str(role["file"])).stat().st_size
+        if size != role["bytes"]:
+            raise WritingError(f"{role['file']} has {size} instead of {role['bytes']} bytes")
     metadata = metadata_of(indexes)
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:
         metadata.version = version
-    with _checked(directory / "common.pt") as counted:
-        _save(common, counted)
+    with _open_checked(directory / "common.pt") as target:
+        _save(common, target)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     (directory / "metadata.json").write_text(json.dumps(_CONFIGURATION))
     read = filesystem.FileSystemReader(directory).read_metadata()

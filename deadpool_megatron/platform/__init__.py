@@ -1,7 +1,6 @@
 """The device under the training process: CUDA, or a CPU on which Megatron can run as well.
 
-devices  the seam, copies during training, and the CPU
-cuda     NVIDIA GPUs
+``devices`` has the interface of a device, and the CPU; ``cuda`` has NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ __all__ = ["CopyFailedError", "PinnedSlots", "Platform", "select_platform"]
 
 @functools.cache
 def select_platform() -> Platform:
-    """Return the platform of this process: CUDA when a device is usable, else the CPU.
+    """Return the platform of this process: CUDA if a device is usable, else the CPU.
 
-    Touches the driver: a process that means to fork training processes must not call it on a GPU
-    machine.
+    The call uses the driver, so a process that forks training processes must not make it on a
+    machine with GPUs.
     """
     return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()

@@ -15,12 +15,13 @@ import torch
 
 from deadpool_megatron.platform import devices
 
-# A copy engine takes whole copies in turn, so training's own reads from the device (the loss, a
-# norm) wait for a piece at most, 0.6 ms over PCIe 5, not for the shard (REFT's tiny buckets).
+# A copy engine finishes a copy before it starts the next. So training's own reads from the device
+# (the loss, a norm) wait at most for a piece, 0.6 ms over PCIe 5, and not for the whole shard; the
+# idea is that of REFT's tiny buckets.
 _PIECE_BYTES = 32 << 20
-# Polling instead of event.synchronize(): a wait in the driver has no deadline.
-_FIRST_POLL_SECONDS = 50e-6
-_LONGEST_POLL_SECONDS = 2e-3
+# Events are polled, as a wait in the driver (event.synchronize()) has no deadline.
+_MIN_POLL_SECONDS = 50e-6
+_MAX_POLL_SECONDS = 2e-3
 # The copies' stream does not wait for the default stream; training's kernels go first.
 _NON_BLOCKING = 1
 _LOWEST_PRIORITY = 0
@@ -29,34 +30,34 @@ _LOWEST_PRIORITY = 0
 class _EventCopy(devices.CopyHandle):
     """Copies enqueued on the side stream, followed by an event."""
 
-    def __init__(self, event: torch.cuda.Event, kept: list[torch.Tensor]) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: list[torch.Tensor]) -> None:
         self._event = event
-        # The caching allocator must not reuse sources or destinations while the copies fly.
-        self._kept = kept
+        # The caching allocator must not reuse sources or destinations before the copies end.
+        self._tensors = tensors
 
     def done(self) -> bool:
         try:
-            finished = bool(self._event.query())  # type: ignore[no-untyped-call]
+            is_done = bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise devices.CopyFailedError(f"copy on the side stream failed: {error}") from error
-        if finished:
-            self._kept = []
-        return finished
+        if is_done:
+            self._tensors = []
+        return is_done
 
     def wait(self, timeout_seconds: float) -> bool:
         deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_POLL_SECONDS
+        pause = _MIN_POLL_SECONDS
         while not self.done():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
         return True
 
 
 class _DeviceWait(threading.Thread):
-    """A wait for all streams of a device, also of other libraries. The driver's wait has no
-    deadline; after abandoning it the process must be replaced."""
+    """A wait for all streams of a device, also those of other libraries. The driver's wait has no
+    deadline; a process that gives up waiting must be replaced."""
 
     def __init__(self, device: int) -> None:
         super().__init__(name="deadpool-device-wait", daemon=True)
@@ -77,10 +78,11 @@ class CudaPlatform(devices.Platform):
 
     def __init__(self) -> None:
         self._side_stream: torch.cuda.Stream | None = None
-        self._reached: torch.cuda.Event | None = None
+        self._catch_up_event: torch.cuda.Event | None = None
 
     def thread_entry(self) -> Callable[[], None]:
-        # Elsewhere it is the first device of the node, which gets a context of each process.
+        # By default a new thread uses the first device of the node, where each process would then
+        # create a context.
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
     def synchronize(self, deadline_seconds: float) -> None:
@@ -95,15 +97,15 @@ class CudaPlatform(devices.Platform):
             raise wait.error
 
     def catch_up(self, timeout_seconds: float) -> bool:
-        if self._reached is None:
-            self._reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._reached.record(torch.cuda.current_stream())
-        return _EventCopy(self._reached, []).wait(timeout_seconds)
+        if self._catch_up_event is None:
+            self._catch_up_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._catch_up_event.record(torch.cuda.current_stream())
+        return _EventCopy(self._catch_up_event, []).wait(timeout_seconds)
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, length = devices.host_range(memory)
         if code := int(_driver().cudaHostRegister(address, length, 0)):
-            # The runtime keeps the error of a refused call for the next kernel, which is this.
+            # The runtime reports the error of a refused call at the next kernel, which is this.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             torch.cuda.check_error(code)
@@ -129,11 +131,11 @@ class CudaPlatform(devices.Platform):
 
 
 def _own_stream(device: int) -> torch.cuda.Stream:
-    """Return a stream that nothing else of the process uses.
+    """Return a new stream that nothing else in the process uses.
 
     torch hands out 32 streams for each priority in turn, to groups and to users, so after a few
-    recoveries the operations of a new group would queue after our copies. Where the driver makes no
-    stream, a stream of torch has to do.
+    recoveries the operations of a new group would share a stream with the copies and wait for them.
+    If the driver cannot create a stream, return a stream of torch, with a warning.
     """
     handle = ctypes.c_void_p()
     try:

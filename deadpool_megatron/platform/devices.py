@@ -1,5 +1,5 @@
-"""The device, as the package needs it: waiting, pinning, copying during training; and the CPU as a
-device: a copier thread, nothing to pin, Megatron on stand-ins.
+"""The interface of a device: waiting, page-locking of memory, copies during training. And the CPU
+as a device, with a thread that copies, nothing to page-lock, and stand-ins for CUDA.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-# A call of torch copies about this much at most, so that an interrupt never waits long.
+# A call of torch copies about this many bytes at most, so that an interrupt never waits long.
 CHUNK_BYTES = 4 << 20
 
 
 class CopyFailedError(RuntimeError):
-    """A copy during training ended with an error; its destination holds undefined bytes."""
+    """A copy during training failed; its destination holds undefined bytes."""
 
 
 class CopyHandle(ABC):
@@ -32,7 +32,8 @@ class CopyHandle(ABC):
 
     @abstractmethod
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait for at most this long; return :meth:`done`. Raises CopyFailedError."""
+        """Wait until the copies are done, for at most the timeout; return :meth:`done`. Raises
+        CopyFailedError."""
 
 
 class Platform(ABC):
@@ -44,24 +45,26 @@ class Platform(ABC):
     def synchronize(self, deadline_seconds: float) -> None:
         """Wait until the device has finished all work given to it so far.
 
-        Raises TimeoutError naming what did not finish, and RuntimeError for a device in error.
+        Raises TimeoutError with the name of the busy device or thread, and RuntimeError for a
+        device in error.
         """
 
     @abstractmethod
     def catch_up(self, timeout_seconds: float) -> bool:
-        """Wait for at most this long until the device has finished the present work of the calling
-        thread. Return whether it has; raises CopyFailedError for a device in error."""
+        """Wait until the device has finished the present work of the calling thread, for at most
+        the timeout. Return whether it has finished. Raises CopyFailedError for a device in
+        error."""
 
     def thread_entry(self) -> Callable[[], None]:
-        """Return the first call of a new thread that uses the device, even if only to poll a copy:
-        it gives the thread the device of the calling thread."""
+        """Return a function that gives a new thread the device of the calling thread. A thread that
+        uses the device, even only to poll a copy, must call the function first."""
         return lambda: None  # on the CPU all threads have the same device
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
-        """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.
+        """Page-lock writable host memory, so that :meth:`side_copy` into it is asynchronous.
 
-        Takes seconds per 10 GB: call it at start, never while recovering. Raises RuntimeError when
-        the driver refuses, ValueError for memory that is read-only or scattered.
+        This takes seconds per 10 GB, so never call it during a recovery. Raises RuntimeError if the
+        driver refuses, ValueError for memory that is read-only or not contiguous.
         """
         host_range(memory)
 
@@ -71,10 +74,10 @@ class Platform(ABC):
 
     @abstractmethod
     def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
-        """Start ``dst[i].copy_(src[i])`` for all i, concurrently to the calling thread's work.
+        """Start ``dst[i].copy_(src[i])`` for all i, concurrently with the calling thread's work.
 
-        Reads the sources after all work submitted so far. Shapes must agree pairwise; raises
-        ValueError otherwise. The caller may reuse the lists, but not the tensors.
+        The sources are read after all work submitted so far. Raises ValueError unless the shapes
+        agree in pairs. The caller may change the lists at once, the tensors when the copy is done.
         """
 
 
@@ -92,22 +95,22 @@ def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
 def in_pieces(
     dst: list[torch.Tensor], src: list[torch.Tensor], max_bytes: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the same copies in pieces of at most ``max_bytes`` each, as views, in order.
+    """Return destinations and sources cut into pieces of at most ``max_bytes``, as views, in order.
 
-    A pair that is not contiguous on both sides stays whole.
+    A pair stays whole unless both its tensors are contiguous. A piece has at least one element.
     """
-    into: list[torch.Tensor] = []
-    out_of: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for target, source in zip(dst, src, strict=True):
         size = source.element_size()
         if source.numel() * size > max_bytes and target.is_contiguous() and source.is_contiguous():
             count = max(1, max_bytes // size)
-            into += torch.split(target.view(-1), count)
-            out_of += torch.split(source.view(-1), count)
+            targets += torch.split(target.view(-1), count)
+            sources += torch.split(source.view(-1), count)
         else:
-            into.append(target)
-            out_of.append(source)
-    return into, out_of
+            targets.append(target)
+            sources.append(source)
+    return targets, sources
 
 
 def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
@@ -128,21 +131,21 @@ class PinnedSlots:
     """The memory of a process's slots that is registered with the driver.
 
     A process that waits for a role registers its parked slots. Other slots are registered when they
-    are first written, in the first iterations of a role, which are slow anyway. Without a device
+    are first written, in the first iterations of a role, which are slow in any case. On the CPU
     nothing is registered. A refusal of the driver (a limit on locked memory, pages that two parts
-    share) only costs speed. Main thread only.
+    share) only costs speed. For the main thread only.
     """
 
     def __init__(self, platform: Platform, warn: Callable[[str], None]) -> None:
-        """``warn``: gets a line, the first time that the driver refuses."""
+        """``warn`` gets a line when the driver first refuses."""
         self._platform = platform
         self._warn = warn
         self._is_refused = False
-        # By address. The views keep the mapping: no other memory can get its address.
+        # By address. A view keeps its mapping, so no other memory can get the address.
         self._views: dict[int, memoryview] = {}
 
     def pin(self, views: Iterable[memoryview]) -> None:
-        """Register memory of slots, once; not after the driver has refused."""
+        """Register memory of slots that is not registered yet. After a refusal do nothing."""
         if not self._platform.is_cuda or self._is_refused:
             return
         for view in views:
@@ -162,7 +165,7 @@ class PinnedSlots:
             self._views[address] = view
 
     def keep_only(self, views: Iterable[memoryview]) -> None:
-        """Unregister all other memory: slots that this process has lost."""
+        """Unregister all memory except ``views``, as that of slots that this process has lost."""
         if not self._views:
             return
         kept = {host_range(view)[0] for view in views}
@@ -175,7 +178,7 @@ class PinnedSlots:
             self._release(self._views.popitem()[1])
 
     def _release(self, view: memoryview) -> None:
-        # A device in error refuses, and its process is about to end.
+        # A device in error refuses the call; its process is about to end.
         with contextlib.suppress(RuntimeError):
             self._platform.unregister_host_memory(view)
 
@@ -201,7 +204,7 @@ class _ThreadCopy(CopyHandle):
         return True
 
     def run(self) -> None:
-        """Copy everything, in the calling thread; keeps the error instead of raising it."""
+        """Make all copies in the calling thread; keep an error instead of raising it."""
         try:
             # Gradient mode belongs to the thread; fp32 sources may be leaf views that require it.
             with torch.no_grad():
@@ -209,7 +212,7 @@ class _ThreadCopy(CopyHandle):
                     torch._foreach_copy_(self.dst[start:end], self.src[start:end])
         except Exception as error:
             self.error = error
-        # The tensors must not outlive the copy through a kept handle.
+        # A caller may keep the handle; it must not keep the tensors alive.
         self.dst, self.src = [], []
         self.finished.set()
 
@@ -220,7 +223,7 @@ def _serve(copies: queue.SimpleQueue[_ThreadCopy]) -> None:
 
 
 class CpuPlatform(Platform):
-    """The CPU; :mod:`.stand_ins` answer Megatron's CUDA calls there."""
+    """The CPU. :mod:`deadpool_megatron.megatron.stand_ins` answers Megatron's CUDA calls there."""
 
     is_cuda = False
 
@@ -229,7 +232,7 @@ class CpuPlatform(Platform):
         self._owner_pid = -1
 
     def synchronize(self, deadline_seconds: float) -> None:
-        # Work on the CPU is finished when its call returns, except for the copier's.
+        # On the CPU only the copier thread's work goes past the return of its call.
         started = time.monotonic()
         marker = self._submit(_ThreadCopy([], []))
         if not marker.wait(deadline_seconds):
@@ -244,7 +247,8 @@ class CpuPlatform(Platform):
         return self._submit(_ThreadCopy(list(dst), list(src)))
 
     def _submit(self, copy: _ThreadCopy) -> _ThreadCopy:
-        """Give a copy to the copier thread, which starts with the first copy of a process."""
+        """Give a copy to the copier thread, which is started at the first copy of a process, also
+        of a forked process."""
         if self._owner_pid != os.getpid():
             self._queue = queue.SimpleQueue()
             self._owner_pid = os.getpid()
@@ -256,14 +260,15 @@ class CpuPlatform(Platform):
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return index ranges [start, end) whose tensors hold about CHUNK_BYTES together, in order."""
+    """Return index ranges [start, end), in order. The tensors of each range have CHUNK_BYTES or
+    somewhat more together; those of the last may have less."""
     ranges: list[tuple[int, int]] = []
-    start = held = 0
+    start = nbytes = 0
     for index, tensor in enumerate(tensors):
-        held += tensor.numel() * tensor.element_size()
-        if held >= CHUNK_BYTES:
+        nbytes += tensor.numel() * tensor.element_size()
+        if nbytes >= CHUNK_BYTES:
             ranges.append((start, index + 1))
-            start, held = index + 1, 0
+            start, nbytes = index + 1, 0
     if start < len(tensors):
         ranges.append((start, len(tensors)))
     return ranges

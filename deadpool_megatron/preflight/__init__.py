@@ -1,6 +1,5 @@
-"""The judgement of nodes: which are fit for a run? No torch.
+"""Judges which nodes are fit for a run. Nothing here needs torch.
 
-eligibility  the judgement of nodes by their facts: pure
-host         facts and GPUs of this host
-health       reports on it by the site's command and the kernel log
+``eligibility`` judges nodes by their facts and is pure. ``host`` reads the facts and the GPUs of
+this host. ``health`` asks the site's health command and reads the kernel log.
 """

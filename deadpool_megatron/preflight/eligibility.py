@@ -1,8 +1,8 @@
-"""Judges by its facts whether a node may train, also only as a last resort.
+"""Judges whether a node may train, may train only as a last resort, or is excluded. Pure.
 
-The versions of the majority count as right, so no list of them is needed. Sites do the same by
-hand: start with more nodes, test, and exclude the worst (ezpz on Aurora and Polaris, the BLOOM
-run on Jean Zay). Facts are plain data, sizes in bytes. Pure functions.
+The versions of most nodes count as right, so no list of versions is needed. Sites do the same by
+hand: they start with more nodes, test them, and exclude the worst (ezpz on Aurora and Polaris, the
+BLOOM run on Jean Zay). Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.wire.forms import Coded
 
-# Containers get 64 MiB of shared memory by default: only a tiny model fits in it.
+# The shared memory that containers get by default, in which only a tiny model fits.
 CONTAINER_SHM_BYTES = 64 << 20
 MIN_OPEN_FILES = 1024
-# Nodes compute the same with different drivers.
+# Components whose versions may differ: nodes compute the same numbers with other drivers.
 _MAY_DIFFER = ("nvidia driver",)
 _GB = 1e9
 
 
 @dataclass(frozen=True)
 class HostFacts(Coded):
-    """The facts that a node reports about itself. ``None`` for a limit means that there is none."""
+    """The facts that a node reports about itself. A limit of None means that there is no limit."""
 
     hostname: str
     address: str = ""
     interface: str = ""
     interface_up: bool = True
-    # Component -> version, and variable that changes computed numbers -> value; only those present.
+    # Component -> version, and variable that changes computed numbers -> value, if they exist here.
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
     shm_bytes: int = 0
@@ -39,17 +39,17 @@ class HostFacts(Coded):
     memory_bytes: int = 0
     memlock_bytes: int | None = None
     open_files: int | None = None
-    # The answer of the site's own command; good without such a command.
+    # The result of the site's health command; good without such a command.
     health: Health = Health.GOOD
     health_text: str = ""
-    # Why an earlier run quarantined this host; empty if none did.
+    # The reason why an earlier run quarantined this host; empty if no run did.
     noted: str = ""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a run. ``gpus_per_node`` counts if any node has GPUs; 0 if the run needs none.
-    ``shm_bytes``: shared memory of a node, 0 if it is not known.
+    """The needs of a run. ``gpus_per_node``: required if any node has GPUs; 0 if the run needs no
+    GPUs. ``shm_bytes``: shared memory of a node; 0 if not known.
     """
 
     nodes: int
@@ -58,7 +58,7 @@ class Needs:
 
 
 class Eligibility(enum.StrEnum):
-    """The roles that a node may get."""
+    """The eligibility of a node to train."""
 
     GOOD = "good"
     WEAK = "weak"  # trains only if no good node is left
@@ -82,73 +82,73 @@ class Judgement:
 
     @staticmethod
     def of(defects: Sequence[Defect]) -> Judgement:
-        """Return the judgement that follows from defects: the worst of them counts."""
-        found = {defect.eligibility for defect in defects}
-        worst = Eligibility.WEAK if found else Eligibility.GOOD
-        worst = Eligibility.EXCLUDED if Eligibility.EXCLUDED in found else worst
+        """Return the judgement that follows from defects, the worst of which decides."""
+        kinds = {defect.eligibility for defect in defects}
+        worst = Eligibility.WEAK if kinds else Eligibility.GOOD
+        worst = Eligibility.EXCLUDED if Eligibility.EXCLUDED in kinds else worst
         return Judgement(worst, tuple(defect.text for defect in defects))
 
     @property
     def text(self) -> str:
-        """All reasons in one line."""
+        """All reasons in a line."""
         return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Facts that the nodes of a run share: versions of components, and whether there are GPUs.
-    Nodes that join later are compared with it.
+class CommonFacts:
+    """The facts that the nodes of a run share: versions of components, and whether there are GPUs.
+    Nodes that join later are compared with these facts.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     has_gpus: bool = False
 
 
-def agree(facts: Iterable[HostFacts]) -> Agreed:
-    """Return the facts of the majority; in a tie, those of the first node."""
+def agree(facts: Iterable[HostFacts]) -> CommonFacts:
+    """Return the facts of most nodes; in a tie those of the node that comes first."""
     hosts = list(facts)
     versions = {}
     for name in sorted({name for host in hosts for name in host.versions}):
         counts = Counter(host.versions.get(name, "") for host in hosts)
         versions[name] = counts.most_common(1)[0][0]
-    return Agreed(versions, any(host.gpus for host in hosts))
+    return CommonFacts(versions, any(host.gpus for host in hosts))
 
 
-def defects_of(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Defect]:
-    """Return the defects of a node by itself and compared with the agreed facts of the run; none
-    for a node that did not report its facts.
+def defects_of(facts: HostFacts | None, common_facts: CommonFacts, needs: Needs) -> list[Defect]:
+    """Return the defects of a node by itself and in comparison with the common facts of the run.
+    Return none for a node that did not report its facts.
     """
     if facts is None:
         return []
-    found = list(problems(facts, needs))
-    # Versions are mostly equal, and there may be thousands of nodes.
-    differ = facts.versions != agreed.versions
-    for name in sorted(agreed.versions.keys() | facts.versions.keys()) if differ else ():
-        here, common = facts.versions.get(name, ""), agreed.versions.get(name, "")
-        if here != common:
+    defects = list(problems(facts, needs))
+    # Versions are mostly equal, and there may be thousands of nodes: compare all at once first.
+    differ = facts.versions != common_facts.versions
+    for name in sorted(common_facts.versions.keys() | facts.versions.keys()) if differ else ():
+        version, common = facts.versions.get(name, ""), common_facts.versions.get(name, "")
+        if version != common:
             result = Eligibility.WEAK if name in _MAY_DIFFER else Eligibility.EXCLUDED
             text = (
-                f"{name} is {here or 'not there'}, on most nodes it is"
+                f"{name} is {version or 'not there'}, on most nodes it is"
                 f" {common or 'not there'}: use the same environment or image"
             )
-            found.append(Defect(result, text))
-    if agreed.has_gpus and facts.gpus < needs.gpus_per_node:
+            defects.append(Defect(result, text))
+    if common_facts.has_gpus and facts.gpus < needs.gpus_per_node:
         text = f"{facts.gpus} GPUs, --nproc-per-node is {needs.gpus_per_node}"
-        found.append(_excluded(f"{text}: look at nvidia-smi and dmesg there"))
-    return found
+        defects.append(_excluded(f"{text}: look at nvidia-smi and dmesg there"))
+    return defects
 
 
 def judge(facts: Mapping[int, HostFacts | None], needs: Needs) -> dict[int, Judgement]:
-    """Return the judgement of each node by its facts; None stands for facts that a node did not
-    report. In a tie of versions, those of the lowest node count.
+    """Return the judgement of each node by its facts, which are None if the node did not report
+    them. In a tie of versions, that of the node with the lowest number counts as right.
     """
     ordered = dict(sorted(facts.items()))
-    agreed = agree(host for host in ordered.values() if host is not None)
-    return {node: Judgement.of(defects_of(host, agreed, needs)) for node, host in ordered.items()}
+    common = agree(host for host in ordered.values() if host is not None)
+    return {node: Judgement.of(defects_of(host, common, needs)) for node, host in ordered.items()}
 
 
 def problems(facts: HostFacts, needs: Needs) -> Iterator[Defect]:
-    """Yield the defects of a node by itself, not compared with other nodes."""
+    """Yield the defects that a node has by itself, without a comparison with other nodes."""
     if facts.noted:
         yield _excluded(facts.noted)
     if facts.health is not Health.GOOD:

@@ -1,7 +1,7 @@
-"""This host: facts from files, limits and package metadata; its GPUs and how they are shared out;
-features of the system that every run needs.
+"""Facts of this host, from files, limits and package metadata; its GPUs, and their division among
+processes; features of the system that every run needs.
 
-Loads neither torch nor the driver, so that this process can still fork.
+The module loads neither torch nor the driver, so that its process can still fork.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NCCL_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", 
 _IFF_UP = 1
 _FIRST_USER = 1000
 _REMOVE_IPC = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
-#: names the GPUs that a process sees, by number or UUID, in the order in which it counts them
+#: variable with the GPUs that a process sees, by number or UUID, in the order of their new numbers
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 20.0
 _GPU_LINE = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
 
 
 def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
-    """Return the facts of this host, which others reach at ``address``. ``command``: the site's
-    health command, which may take ``limit_seconds``; none if empty.
+    """Return the facts of this host, which other hosts reach at ``address``. ``command``: the
+    site's health command, empty for none; it may take ``limit_seconds``.
 
-    Takes as long as nvidia-smi, if that is installed.
+    The call takes as long as nvidia-smi, if that is installed.
     """
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     interface = interface_of(address)
@@ -70,22 +70,24 @@ def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> H
 
 
 def versions() -> dict[str, str]:
-    """Return component -> version of what is installed here, and variable -> value."""
-    found = {
+    """Return the versions of installed components, and the values of variables that change computed
+    numbers, by name."""
+    values = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "deadpool-megatron": deadpool_megatron.__version__,
     }
-    found |= {name: version for name in _PACKAGES if (version := _package_version(name))}
-    found |= {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+    values |= {name: version for name in _PACKAGES if (version := _package_version(name))}
+    values |= {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     if nccl := _nccl_version():
-        found["nccl"] = nccl
+        values["nccl"] = nccl
     if driver := _driver_version():
-        found["nvidia driver"] = driver
-    return found
+        values["nvidia driver"] = driver
+    return values
 
 
 def available_memory() -> int | None:
-    """Return the bytes that are available without swapping, on the host and in this cgroup."""
+    """Return the bytes that are available without swapping, on the host and in this cgroup; None if
+    not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":") for line in lines)
@@ -97,7 +99,7 @@ def available_memory() -> int | None:
 
 
 def missing_feature() -> str:
-    """Return why no run can use this host; empty if a run can."""
+    """Return the reason why no run can use this host; empty if a run can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -110,8 +112,8 @@ def missing_feature() -> str:
 
 
 def removal_warning(user: int, root: Path = Path("/")) -> str:
-    """Return why the system may remove this user's shared memory during a run; empty if it does
-    not. The rules are those of logind: it spares system users, and users that linger.
+    """Return a warning if the system may remove this user's shared memory during a run; empty if it
+    does not. By the rules of logind, the memory of system users and of users that linger stays.
     """
     if user < _FIRST_USER or not (root / "run/systemd/system").is_dir():
         return ""
@@ -135,8 +137,9 @@ def removal_warning(user: int, root: Path = Path("/")) -> str:
 
 
 def listed_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this container may use: the UUIDs that nvidia-smi lists, those of MIG
-    devices instead of their GPU; without nvidia-smi, the numbers that the driver knows.
+    """Return the GPUs that this container may use: the UUIDs that nvidia-smi lists, with MIG
+    devices instead of their GPU. Without nvidia-smi, return the numbers of the GPUs that the driver
+    knows.
 
     A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
     """
@@ -150,7 +153,7 @@ def listed_gpus() -> tuple[str, ...]:
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
-            return ()  # a driver that does not answer is of no use to training either
+            return ()  # training could not use a driver that does not answer either
         gpus: list[list[str]] = []
         for kind, uuid in _GPU_LINE.findall(listed.stdout):
             if kind == "GPU" or not gpus:
@@ -165,34 +168,34 @@ def listed_gpus() -> tuple[str, ...]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that a process with this environment sees, by their UUIDs if they are known:
-    when a GPU is lost, the numbers after it change.
+    """Return the GPUs that a process with this environment sees, by their UUIDs if these are known:
+    after the loss of a GPU the numbers of later GPUs change.
     """
-    named = environment.get(GPU_VARIABLE)
-    if named is not None and not named.strip():
+    value = environment.get(GPU_VARIABLE)
+    if value is not None and not value.strip():
         return ()
     listed = listed_gpus()
-    if named is None or not listed:
+    if value is None or not listed:
         return listed
-    found: list[str] = []
-    for name in (part.strip() for part in named.split(",")):
+    visible: list[str] = []
+    for name in (part.strip() for part in value.split(",")):
         if name.isdigit():
             gpus = listed[int(name) : int(name) + 1]
         else:
-            # Names may be abbreviated; where only numbers are known, names are taken literally.
-            is_known = not listed[0].isdigit()
-            gpus = tuple(g for g in listed if name and g.startswith(name)) if is_known else (name,)
+            # A UUID may be abbreviated. If no UUID is known, it is taken literally.
+            has_uuids = not listed[0].isdigit()
+            gpus = tuple(g for g in listed if name and g.startswith(name)) if has_uuids else (name,)
         # As in CUDA, a name that cannot be a GPU hides all names after it.
         if not gpus or not name or name.startswith("-"):
             break
-        found.append(gpus[0])
-    return tuple(found)
+        visible.append(gpus[0])
+    return tuple(visible)
 
 
 def member_variables(gpus: Sequence[str], local_rank: int, *, may_share: bool) -> dict[str, str]:
-    """Return the variables with which a member sees only its own GPU, as number 0: scripts choose
-    their device before the member joins. If members may not share GPUs, a member without its own
-    sees none.
+    """Return the variables with which a member sees only its own GPU, as number 0, because scripts
+    choose their device before the member joins. If members may not share GPUs, a member without a
+    GPU of its own sees none.
     """
     if may_share and not gpus:
         return {"LOCAL_RANK": str(local_rank)}
@@ -233,7 +236,7 @@ def _driver_version() -> str:
 
 def _is_up(interface: str) -> bool:
     if not interface:
-        return True  # unknown; whether others reach the address is tested anyway
+        return True  # not known; another test shows whether other hosts reach the address
     directory = Path("/sys/class/net", interface)
     try:
         flags = int((directory / "flags").read_text(), 16)

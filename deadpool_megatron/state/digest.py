@@ -1,5 +1,5 @@
-"""Digests of training state: the oracle of exactness, and short digests that locate a
-difference."""
+"""Digests of training state: full digests, by which runs are compared, and short digests that
+locate a difference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Extras: the small state that an iteration changes apart from the shard, as bytes without pickle.
 
-Encoding: length of a JSON object (8 bytes, little endian), the object, then the raw blobs. The
-object has the place of its blob instead of each tensor, and instead of bytes. The random states of
-Python, numpy and torch are captured here; the framework's own are added by its hooks.
+The encoding is the length of a JSON object (8 bytes, little endian), the object, then raw blobs.
+Instead of a tensor or bytes, the object has the place of a blob. The random states of Python, numpy
+and torch are captured here; the hooks of a framework add its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from deadpool_megatron.state.parts import flat_bytes
 
 Extras: TypeAlias = Mapping[str, Any]
 _LENGTH = struct.Struct("<Q")
-# The keys of an object that stands for a blob.
-_PLACE = {"blob", "dtype", "shape"}
+# The keys of an object that has the place of a blob.
+_PLACE_KEYS = {"blob", "dtype", "shape"}
 
 
 class ExtrasError(ValueError):
@@ -30,10 +30,9 @@ class ExtrasError(ValueError):
 
 
 def encode(values: Extras) -> bytes:
-    """Encode a mapping of JSON values with ``bytes`` and tensors (of any device) in it. Tuples
-    become lists.
+    """Encode a mapping of JSON values, ``bytes`` and tensors (on any device). Tuples become lists.
 
-    Raises ExtrasError for any other value, naming its key.
+    Raises ExtrasError for any other value; the message names its key.
     """
     blobs = bytearray()
 
@@ -64,24 +63,25 @@ def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> d
         (length,) = _LENGTH.unpack_from(view)
         body = view[_LENGTH.size + length :]
 
-        def placed(found: dict[str, Any]) -> Any:
-            return found if found.keys() != _PLACE else _blob(found, body, device)
+        def resolve(values: dict[str, Any]) -> Any:
+            return values if values.keys() != _PLACE_KEYS else _blob(values, body, device)
 
         text = bytes(view[_LENGTH.size : _LENGTH.size + length])
-        return dict(json.loads(text, object_hook=placed))
+        return dict(json.loads(text, object_hook=resolve))
     except (struct.error, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        # The last two come of a dtype that torch does not have and of a wrong shape.
+        # AttributeError: torch has no such dtype. RuntimeError: the shape does not fit the bytes.
         raise ExtrasError(f"not encoded extras: {error}") from error
 
 
 def refuse_other_tensors(
     live: Mapping[str, Tensor], kept: Mapping[str, Tensor], subject: str
 ) -> None:
-    """Raise ExtrasError, which begins with ``subject``, unless names and shapes are equal."""
-    here, there = ({name: t.shape for name, t in some.items()} for some in (live, kept))
-    if here != there:
-        differing = sorted({name for name, _ in here.items() ^ there.items()})
-        raise ExtrasError(f"{subject}: {', '.join(differing[:5])}")
+    """Raise ExtrasError unless the tensors have the same names and shapes. The message begins with
+    ``subject``."""
+    shapes, others = ({name: t.shape for name, t in each.items()} for each in (live, kept))
+    if shapes != others:
+        names = sorted({name for name, _ in shapes.items() ^ others.items()})
+        raise ExtrasError(f"{subject}: {', '.join(names[:5])}")
 
 
 def _blob(place: Mapping[str, Any], body: memoryview, device: torch.device | str) -> Any:
@@ -98,10 +98,10 @@ def _blob(place: Mapping[str, Any], body: memoryview, device: torch.device | str
 
 
 def capture_random_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch (CPU, and the current CUDA device if
-    there is one).
+    """Return the random states of Python, numpy and torch (of the CPU, and of the current CUDA
+    device, if any).
 
-    The values are copies: later draws do not change them.
+    The values are copies, which later draws do not change.
     """
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -117,7 +117,7 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def library_states(states: Extras) -> tuple[Any, Any]:
-    """Return the random states of Python and numpy, as these libraries take them."""
+    """Return the random states of Python and numpy in the form that these libraries accept."""
     version, state, gauss = states["random.python"]
     kind, position, has_gauss, cached = states["random.numpy"]
     keys = np.frombuffer(states["random.numpy.keys"], dtype="<u4").astype(np.uint32)

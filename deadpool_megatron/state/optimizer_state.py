@@ -1,6 +1,6 @@
 """The state of a torch optimizer: tensors in fixed places, and its other values.
 
-A tensor may be a DTensor; then its part is the local shard.
+Of a DTensor, only the local shard belongs to the state.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from deadpool_megatron.state.parts import move_into_arenas
 
-# They keep nothing but tensors for a parameter, and change them in place.
+# Optimizers that keep nothing but tensors for a parameter, and change the tensors in place.
 _IN_PLACE = frozenset({"Adam", "AdamW", "FusedAdam", "SGD"})
-# A tensor of a parameter's state: its name, and the mapping and key where it is found now. A load
-# replaces mappings as well.
+# The present place of a tensor in a parameter's state: name of the tensor, mapping, key. A load of
+# a checkpoint replaces mappings as well.
 Place = tuple[str, MutableMapping[Any, Any], str]
 
 
@@ -27,13 +27,13 @@ class UnsupportedState(ValueError):
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this role's shard of a DTensor; any other tensor as it is."""
+    """Return this role's shard of a DTensor, and any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def changes_in_place(optimizer: Any) -> bool:
-    """Return whether updates are known to replace no tensor, so that no check is needed after
-    each."""
+    """Return whether the optimizer is known to replace no tensor in an update. Otherwise each
+    update needs a check."""
     return type(optimizer).__name__ in _IN_PLACE
 
 
@@ -43,7 +43,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def places(optimizer: Any, parameter: Tensor) -> Iterator[Place]:
-    """Yield every tensor that an optimizer keeps for a parameter."""
+    """Yield the places of all tensors that an optimizer keeps for a parameter."""
     state = optimizer.state[parameter]
     for key in sorted(state):
         if isinstance(state[key], Tensor) and state[key] is not parameter:
@@ -51,12 +51,13 @@ def places(optimizer: Any, parameter: Tensor) -> Iterator[Place]:
 
 
 class OptimizerState:
-    """Tensors of one optimizer, packed where possible: parameters that it updates, and their state.
+    """The tensors of an optimizer, packed if possible: the parameters that it updates, and their
+    state.
 
-    Packing re-points tensors that own their memory into flat arenas; :meth:`readopt` puts that
-    back after an update or a load of a checkpoint has put others in their place. ``tensors`` cover
-    all the bytes, in an order that is equal in equal roles. ``fixed``: parameters stay where they
-    are, because others read them there.
+    Packing moves tensors that own their memory into flat arenas. If an update, or a load of a
+    checkpoint, replaces tensors, :meth:`readopt` moves the new values there. ``tensors`` cover all
+    the bytes, in an order that is equal in equal roles. With ``fixed`` parameters are not moved,
+    because others read them where they are.
     """
 
     def __init__(
@@ -68,78 +69,80 @@ class OptimizerState:
     ) -> None:
         self._optimizer = optimizer
         self._places_of = places_of
-        self._kept = [
-            _Kept(parameter, name, tensor)
+        self._entries = [
+            _Entry(parameter, name, tensor)
             for parameter in parameters_of(optimizer)
             for name, tensor in (
                 ("", parameter),
                 *((name, owner[key]) for name, owner, key in places_of(optimizer, parameter)),
             )
         ]
-        movable = [kept.local for kept in self._kept if kept.name or not fixed]
-        unmoved = [kept.local for kept in self._kept if not kept.name and fixed]
-        self.tensors = [*move_into_arenas(movable), *unmoved]
-        for kept in self._kept:
-            kept.settle()
+        movable = [entry.local for entry in self._entries if entry.name or not fixed]
+        parameters = [entry.local for entry in self._entries if not entry.name and fixed]
+        self.tensors = [*move_into_arenas(movable), *parameters]
+        for entry in self._entries:
+            entry.settle()
 
     def readopt(self) -> None:
-        """Move what has been replaced back into the packed tensors. Values do not change. Raises
-        UnsupportedState for state that was not there before."""
+        """Move the values of tensors that were replaced into the packed tensors. Raises
+        UnsupportedState for state that did not exist at the start."""
         with torch.no_grad():
-            for _, group in itertools.groupby(self._kept, lambda kept: id(kept.parameter)):
-                some = list(group)
-                parameter = some[0].parameter
-                found = self._places_of(self._optimizer, parameter)
-                present = {name: (owner, key) for name, owner, key in found}
+            for _, group in itertools.groupby(self._entries, lambda entry: id(entry.parameter)):
+                entries = list(group)
+                parameter = entries[0].parameter
+                places = self._places_of(self._optimizer, parameter)
+                present = {name: (owner, key) for name, owner, key in places}
                 present[""] = {"": parameter}, ""
-                for kept in some:
-                    kept.readopt(*present.pop(kept.name))
+                for entry in entries:
+                    entry.readopt(*present.pop(entry.name))
                 if present:
-                    kind, more = type(self._optimizer).__name__, ", ".join(present)
-                    raise UnsupportedState(f"{kind} keeps {more}, which it did not at its start")
+                    kind, names = type(self._optimizer).__name__, ", ".join(present)
+                    raise UnsupportedState(f"{kind} keeps {names}, which it did not at its start")
 
     def release(self) -> None:
-        """Give parameters of the model memory of their own, as before they were packed: the layout
-        for its next optimizer must be that of a role that was built again."""
-        for kept in self._kept:
-            if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
-                kept.local.data = kept.local.detach().clone()
+        """Give the model's parameters memory of their own again, so that the layout for its next
+        optimizer is that of a role that was newly built."""
+        for entry in self._entries:
+            if not entry.name and isinstance(entry.parameter, torch.nn.Parameter):
+                entry.local.data = entry.local.detach().clone()
 
 
-class _Kept:
-    """One tensor of an optimizer: a parameter that it updates (``name`` empty), or its state."""
+class _Entry:
+    """A tensor of an optimizer: a parameter that it updates (``name`` is empty), or a tensor of the
+    parameter's state."""
 
     def __init__(self, parameter: Tensor, name: str, tensor: Tensor) -> None:
         self.parameter, self.name, self.tensor = parameter, name, tensor
 
     @property
     def local(self) -> Tensor:
-        """Return this role's shard of it."""
+        """Return this role's shard of the tensor."""
         return local_tensor(self.tensor)
 
     def settle(self) -> None:
-        """Remember the memory the tensor has now, after packing."""
+        """Remember the tensor's memory after packing."""
         self._place = self.local.detach()
 
     def readopt(self, owner: MutableMapping[Any, Any], key: str) -> None:
-        """Copy the current value, which ``owner`` has, into the remembered memory."""
+        """Copy the current value, which is at ``key`` of ``owner``, into the remembered memory, and
+        let the current tensor use that memory."""
         current = local_tensor(owner[key])
         if current.data_ptr() == self._place.data_ptr():
             return
         self._place.copy_(current.detach())
         if (current.dtype, current.device) == (self._place.dtype, self._place.device):
-            current.data = self._place  # other owners of it keep the same
+            current.data = self._place  # other references to the tensor remain valid
             return
         self.local.data = self._place
         owner[key] = self.tensor
 
 
 def group_values(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the plain values of parameter groups, as set by the scheduler (lr, weight decay) and
-    by a load from a checkpoint (betas).
+    """Return the plain values of parameter groups, which a scheduler sets (lr, weight decay), or a
+    load of a checkpoint (betas).
 
-    FusedAdam counts its steps here, too, from its first step on. Steps and learning rate of a
-    capturable Adam are tensors.
+    FusedAdam counts its steps in the groups, from its first step on. The steps and the learning
+    rate of a capturable Adam are tensors.
     """
     plain = (int, float, bool, str, tuple, Tensor)
     return [{k: v for k, v in group.items() if isinstance(v, plain)} for group in groups]
@@ -148,19 +151,20 @@ def group_values(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def restore_group_values(
     groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Restore the values of :func:`group_values`, in place; later values are removed.
+    """Restore the values of :func:`group_values` in place, and remove values that are not among
+    them.
 
-    A remaining count of steps, of an interrupted first iteration or of a warm-up, would correct the
-    bias of the moments for the wrong step.
+    A count of steps that an interrupted first iteration or a warm-up has left, for example, would
+    correct the bias of the moments for the wrong step.
     """
     for group, kept in zip(groups, values, strict=True):
         for key, value in list(group.items()):
-            known = isinstance(value, int | float | bool | str | Tensor)
-            if known and key not in kept:
+            is_plain = isinstance(value, int | float | bool | str | Tensor)
+            if is_plain and key not in kept:
                 del group[key]
         for key, value in kept.items():
             if not isinstance(value, Tensor):
-                # A list was a tuple: JSON has none.
+                # The extras have a list instead of a tuple, as JSON has no tuples.
                 group[key] = tuple(value) if isinstance(value, list) else value
             elif isinstance(live := group.get(key), Tensor):
                 live.copy_(value)
@@ -170,12 +174,12 @@ def restore_group_values(
 
 
 def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in the state of a parameter that are no tensors."""
+    """Return those values in the state of a parameter that are no tensors."""
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 def restore_plain_values(state: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Inverse of :func:`plain_values`."""
+    """Restore the values of :func:`plain_values`, and remove other plain values."""
     for key in plain_values(state).keys() - values.keys():
         del state[key]
     state.update(values)

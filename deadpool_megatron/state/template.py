@@ -1,17 +1,17 @@
-"""State templates: the recipe of one role's part of a checkpoint, made once and used many times.
+"""State templates: the recipe of a role's part of a checkpoint, made once and used many times.
 
-A state template names every box of every tensor that the role writes and where its bytes lie in a
-generation, and holds the other values of the checkpoint with marks in place of those that an
-iteration changes. It is a file of its node, readable by its user alone. The run directory has a
-copy for a run that exports its state at its end, as the node may be lost then.
+A state template lists each box of each tensor that the role writes, with the place of its bytes in
+a generation. It has the other values of the checkpoint, too, with marks instead of those that an
+iteration changes. It is a file on its node that only its user can read. The run directory has a
+copy for a run that exports its state at its end, as the node may be lost by then.
 
-A mark is the place of a value of the iteration: among the extras, or as one number in a shard part.
-Programs put marks into the state that they would save; everything without a mark is the same in all
+A mark has the place of a value of the iteration: among the extras, or as a number in a shard part.
+A framework puts marks into the state that it would save; values without a mark are the same in all
 iterations.
 
-A distributed optimizer cuts the flat buffer of all parameters anywhere. A role has a run of a
-parameter's elements in memory order, but a checkpoint of torch is made of boxes. A run of a tensor
-with n axes is at most 2n - 1 boxes, each of which is a run itself.
+A distributed optimizer cuts the flat buffer of all parameters at any element. So a role has a run
+of a parameter's elements in memory order, but a checkpoint of torch consists of boxes. A run of a
+tensor with n axes is at most 2n - 1 boxes, each of which is a run itself.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from deadpool_megatron.state.extras import library_states
 # (part, offset in bytes, dtype by name) -> the number there, a tensor without axes
 ReadNumber = Callable[[str, int, str], Tensor]
 
-_OWN = 0o600
-# In place of a part's name: bytes without meaning, such as the padding between parameters.
+_FILE_MODE = 0o600
+# A part name for bytes without meaning, such as the padding between parameters.
 ZEROS = ""
-# In place of a part's name: the file of weights that no iteration changes.
+# A part name for the file of weights that no iteration changes.
 FROZEN = "frozen"
 
 
 class TemplateError(Exception):
-    """No usable state template, or no value for a mark; the message is a reason in one line."""
+    """There is no usable state template, or no value for a mark; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor of the checkpoint.
 
-    Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or the name of a
-    tensor among the extras, which have its dtype. ``stored``: dtype of the bytes, which are cast to
-    ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
+    Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or with
+    ``is_extra`` a tensor among the extras. ``dtype``: dtype in the checkpoint; ``stored``: dtype of
+    the bytes, which are cast if it is another (dtypes by name, as ``bfloat16``).
     """
 
     key: str
@@ -69,11 +69,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateTemplate:
-    """The recipe of one role's part of a checkpoint.
+    """The recipe of a role's part of a checkpoint.
 
-    ``objects``: key in the checkpoint -> value with marks; ``common``: values that only role 0
-    writes, None elsewhere. ``refusal``: the reason why there can be no checkpoint; then nothing
-    else counts.
+    ``objects``: key in the checkpoint -> value with marks; ``common``: the values that only role 0
+    writes, None for other roles. ``refusal``: the reason why there can be no checkpoint; the other
+    fields have no meaning then.
     """
 
     role: int
@@ -93,24 +93,25 @@ def write_template(directory: Path, template: StateTemplate) -> None:
     """Replace the role's state template atomically; other users cannot read it."""
     content = io.BytesIO()
     torch.save(template, content)
-    write_text(template_path(directory, template.role), content.getvalue(), mode=_OWN)
+    write_text(template_path(directory, template.role), content.getvalue(), mode=_FILE_MODE)
 
 
 def share_template(directory: Path, role: int, shared: Path) -> None:
-    """Copy the file of :func:`write_template` to a directory of all nodes. Raises OSError.
+    """Copy the file of :func:`write_template` to a directory that all nodes share. Raises OSError.
 
-    Safe in a thread of its own: the file system of all nodes may be slow, or away for a while.
+    Another thread may call this, as the shared file system may be slow, or not available for a
+    while.
     """
     content = template_path(directory, role).read_bytes()
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_text(template_path(shared, role), content, mode=_OWN)
+    write_text(template_path(shared, role), content, mode=_FILE_MODE)
 
 
 def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate:
     """Read the role's state template.
 
-    Raises TemplateError when it is missing, refused, or of another layout. Only a file that no
-    other user can have written is read, as it holds Python objects.
+    Raises TemplateError if it is missing, a refusal, or of another layout. The file contains Python
+    objects, so a file that another user could have written is not read.
     """
     path = template_path(directory, role)
     try:
@@ -122,7 +123,7 @@ def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate
         raise TemplateError(f"role {role} left no state template: {error.strerror}") from error
     try:
         template = torch.load(io.BytesIO(content), weights_only=False)
-    except Exception as error:  # a parser may raise anything for damaged bytes
+    except Exception as error:  # damaged bytes may raise any error in a parser
         raise TemplateError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(template, StateTemplate) or template.role != role:
         raise TemplateError(f"{path} is not the state template of role {role}")
@@ -137,8 +138,8 @@ def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate
 
 @dataclass(frozen=True)
 class Box:
-    """A run of a tensor that is a box. ``start``: its first element in the flattened tensor; the
-    others follow in memory order."""
+    """A box of a tensor whose elements are contiguous in memory. ``start``: the index of its first
+    element in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -148,7 +149,7 @@ class Box:
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes of elements ``start`` to ``stop`` of a tensor of this shape, in order.
 
-    Nothing for an empty run; raises ValueError for a run that leaves the tensor.
+    Yields nothing for an empty run. Raises ValueError for a run that leaves the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} of a tensor of shape {tuple(shape)}")
@@ -157,6 +158,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int, before: int) -> Iterator[Box]:
+    """Cut a run into the rest of a row of the first axis, whole rows, and the begin of a row. The
+    whole rows are a box; a part of a row is cut along the next axis. ``before``: the number of
+    elements before this tensor in the tensor of which it is a row."""
     if not shape:
         yield Box((), (), before)
         return
@@ -181,8 +185,8 @@ class Mark(ABC):
 
     @abstractmethod
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-        """Return the value in a generation. Raises TemplateError; :data:`ABSENT` leaves the key
-        out."""
+        """Return the value in a generation, or :data:`ABSENT` to leave the key out. Raises
+        TemplateError."""
 
 
 ABSENT = object()
@@ -198,22 +202,22 @@ class FromExtras(Mark):
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
-        found: Any = extras
+        value: Any = extras
         for key in self.path:
             try:
-                found = found[key]
+                value = value[key]
             except (KeyError, IndexError, TypeError) as error:
                 name = ".".join(map(str, self.path))
                 raise TemplateError(f"the extras do not hold {name}") from error
-        if isinstance(found, list):
-            return tuple(found)  # JSON has no tuples
-        return found + self.plus if self.plus else found
+        if isinstance(value, list):
+            return tuple(value)  # JSON has no tuples
+        return value + self.plus if self.plus else value
 
 
 @dataclass(frozen=True)
 class StepNumber(Mark):
-    """Adam's count of steps from a shard part, as Megatron writes it: a number, or a tensor that is
-    left out while it is zero (optimizer.py:845).
+    """Adam's count of steps from a shard part, as Megatron writes it (optimizer.py:845):
+    ``as_number`` a number, else a tensor, which is left out while it is zero.
     """
 
     part: str
@@ -223,16 +227,17 @@ class StepNumber(Mark):
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
-        found = read(self.part, self.offset_bytes, self.dtype).clone()
+        count = read(self.part, self.offset_bytes, self.dtype).clone()
         if self.as_number:
-            return found.item()
-        return found if found else ABSENT
+            return count.item()
+        return count if count else ABSENT
 
 
 @dataclass(frozen=True)
 class RandomStates(Mark):
-    """The random states of Python, numpy, torch, the device, and Megatron's own, as Megatron's
-    checkpoints name them. Without a device its state is that of the CPU (megatron/stand_ins.py).
+    """The random states of Python, numpy, torch, the device, and Megatron's own, under the names in
+    Megatron's checkpoints. Without a device, the state of the CPU stands for that of the device
+    (megatron/stand_ins.py).
     """
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
@@ -249,21 +254,22 @@ class RandomStates(Mark):
 
 @dataclass(frozen=True)
 class Attributes(Mark):
-    """An object with attributes that an iteration changes, and others that it does not."""
+    """An object of which an iteration changes some attributes. ``whole``: the object; ``marks``: a
+    mark for each such attribute."""
 
     whole: Any
     marks: Mapping[str, Mark]
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
-        made = copy.copy(self.whole)
+        result = copy.copy(self.whole)
         for name, mark in self.marks.items():
-            setattr(made, name, mark.value(extras, read))
-        return made
+            setattr(result, name, mark.value(extras, read))
+        return result
 
 
 def has_marks(value: Any) -> bool:
-    """Return whether :func:`fill` would replace anything."""
+    """Return whether ``value`` contains marks, which :func:`fill` would replace."""
     if isinstance(value, dict):
         return any(map(has_marks, value.values()))
     if isinstance(value, list | tuple):
@@ -275,7 +281,7 @@ def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
     """Return a copy of ``value`` with marks replaced by a generation's values. Raises
     TemplateError.
 
-    Goes into dicts, lists and tuples; anything else is one value.
+    Marks are replaced in dicts, lists and tuples; other objects are not searched.
     """
     if isinstance(value, Mark):
         return value.value(extras, read)
@@ -290,13 +296,13 @@ def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of this name, as ``bfloat16``. Raises TemplateError."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    """Return the dtype with a name like ``bfloat16``. Raises TemplateError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise TemplateError(f"torch has no dtype {name}")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Inverse of :func:`dtype_of`."""
+    """Return the name of a dtype, the inverse of :func:`dtype_of`."""
     return str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
 """Variables that NCCL, torch and Megatron read from a member's environment: name, value, reason.
 
 A recovery aborts the communicators of a process that continues, and creates others in it. By
-default torch does the opposite on an error of NCCL: it ends the process. With the values of
+default, however, torch ends the process on an error of NCCL. With the values of
 ``tables/environment.toml`` the process continues. An agent sets them for each process that it
-starts, before torch is imported there; a user's own value is checked when a member joins.
+starts, before torch is imported there. A user's own value is checked when a member joins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Policy(Enum):
-    """The treatment of a different value that the user has set."""
+    """The treatment of a value that the user has set and that conflicts with the table."""
 
     REFUSED = "refused"
     OVERRIDDEN = "ignored, with a line"
@@ -27,9 +27,9 @@ class Policy(Enum):
 
 @dataclass(frozen=True)
 class Variable:
-    """A row. ``reason``: why members have ``value``, or what a different one does. ``equivalent``:
-    values with the same effect. ``former_name``: an older name that torch still reads.
-    ``conflicting``: if not empty, all other values have the same effect.
+    """A row. ``reason``: why members have ``value``, or the effect of a different value.
+    ``equivalent``: values with the same effect. ``former_name``: an older name that torch still
+    reads. ``conflicting``: the values that conflict; if empty, all other values do.
     """
 
     name: str
@@ -40,24 +40,25 @@ class Variable:
     policy: Policy = Policy.REFUSED
     conflicting: tuple[str, ...] = ()
 
-    def conflicts(self, given: str) -> bool:
-        """Return whether recoveries, or the diagnosis of a hang, fail with the value ``given``."""
+    def conflicts(self, user_value: str) -> bool:
+        """Return whether recoveries, or the diagnosis of a hang, fail with a user's value."""
         if self.conflicting:
-            return given.lower() in self.conflicting
-        return given.lower() not in {self.value.lower(), *self.equivalent}
+            return user_value.lower() in self.conflicting
+        return user_value.lower() not in {self.value.lower(), *self.equivalent}
 
     def other_value(self, environment: Mapping[str, str]) -> str:
         """Return a conflicting value that the user has set, as ``NAME=value``; empty if none."""
         for name in (self.name, self.former_name):
-            given = environment.get(name)
-            if given is not None and self.conflicts(given):
-                return f"{name}={given}"
+            user_value = environment.get(name)
+            if user_value is not None and self.conflicts(user_value):
+                return f"{name}={user_value}"
         return ""
 
 
 @dataclass(frozen=True)
 class RefusedVersions:
-    """Versions of NCCL from ``first`` to ``last``, both included."""
+    """Versions of NCCL that are refused, from ``first`` to ``last``, both included. ``shown``: the
+    versions as text."""
 
     shown: str
     first: tuple[int, int, int]
@@ -83,13 +84,13 @@ REFUSED_VERSIONS: tuple[RefusedVersions, ...] = tuple(
 
 
 def is_needed(communicator: str) -> bool:
-    """Return whether members need these values with this value of ``--deadpool-communicator``.
-    Stand-ins for NCCL read some of them, too."""
+    """Return whether members need these variables with a value of ``--deadpool-communicator``.
+    Stand-ins for NCCL read some variables, too."""
     return communicator != "gloo"
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Set the missing variables; the user's own values stay, except those that are overridden."""
+    """Set the missing variables, and replace the user's values that are overridden."""
     for variable in VARIABLES:
         if variable.policy is Policy.OVERRIDDEN and variable.other_value(environment):
             environment.pop(variable.former_name, None)
@@ -101,10 +102,10 @@ def complete(environment: MutableMapping[str, str]) -> None:
 
 def error_message(environment: Mapping[str, str]) -> str:
     """Return a line on the values with which recoveries fail; empty if there are none. The agent
-    has replaced the overridden values before."""
-    found = refused(environment, Policy.REFUSED, Policy.OVERRIDDEN)
-    more = ", ".join(other for other, _ in found[1:])
-    return (found[0][1] if found else "") + (f" (refused as well: {more})" if more else "")
+    has replaced overridden values, so a remaining value of this kind was set later."""
+    pairs = refused(environment, Policy.REFUSED, Policy.OVERRIDDEN)
+    more = ", ".join(value for value, _ in pairs[1:])
+    return (pairs[0][1] if pairs else "") + (f" (refused as well: {more})" if more else "")
 
 
 def refused(environment: Mapping[str, str], *policies: Policy) -> list[tuple[str, str]]:
@@ -114,7 +115,7 @@ def refused(environment: Mapping[str, str], *policies: Policy) -> list[tuple[str
 
 
 def overridden(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the values that members get replaced, and a line about each."""
+    """Return the values that are replaced for members, and a line about each."""
     text = "{0} is ignored, members get {1.value}: {1.reason}"
     return _lines(environment, text, Policy.OVERRIDDEN)
 
@@ -126,7 +127,7 @@ def warnings(environment: Mapping[str, str]) -> list[str]:
 
 
 def in_effect(environment: Mapping[str, str]) -> str:
-    """Return all variables of the table with their values here, for a log."""
+    """Return the variables of the table that are set, with their values, for a log."""
     return " ".join(
         f"{variable.name}={environment[variable.name]}"
         for variable in VARIABLES
@@ -135,19 +136,19 @@ def in_effect(environment: Mapping[str, str]) -> str:
 
 
 def version_error(version: tuple[int, int, int]) -> str:
-    """Return a line on a version of NCCL without recoveries; empty if they work."""
-    for refused in REFUSED_VERSIONS:
-        if refused.first <= version <= refused.last:
-            found = ".".join(map(str, version))
+    """Return a line on a version of NCCL with which recoveries fail; empty if they work."""
+    for row in REFUSED_VERSIONS:
+        if row.first <= version <= row.last:
+            text = ".".join(map(str, version))
             return (
-                f"NCCL {found} cannot be protected: with NCCL {refused.shown} {refused.reason};"
+                f"NCCL {text} cannot be protected: with NCCL {row.shown} {row.reason};"
                 " use a torch that brings another one, 2.28.9 for example"
             )
     return ""
 
 
 def _lines(environment: Mapping[str, str], text: str, *policies: Policy) -> list[tuple[str, str]]:
-    """Return the conflicting values with these policies, each with its line: ``text``, in which 0
-    stands for the value and 1 for the row."""
-    found = [(row.other_value(environment), row) for row in VARIABLES if row.policy in policies]
-    return [(other, text.format(other, row)) for other, row in found if other]
+    """Return the conflicting values with these policies, each with its line. ``text``: the format
+    of a line, with 0 for the value and 1 for the row."""
+    pairs = [(row.other_value(environment), row) for row in VARIABLES if row.policy in policies]
+    return [(value, text.format(value, row)) for value, row in pairs if value]

@@ -1,11 +1,11 @@
 """The table of Megatron-LM's flags, and the rows that apply to a command line or to arguments.
 
-Each flag of core_v0.16.1, and each reviewed flag of later versions, is in exactly one place of
-``tables/flags.toml``; all other flags are unread.
+Each flag of core_v0.16.1, and each reviewed flag of later versions, is in exactly a single place of
+``tables/flags.toml``; all other flags count as unread.
 
-The arguments that Megatron has parsed decide (:meth:`FlagRow.applies`). Rows that the command line
-alone shows (:meth:`FlagRow.is_named_in`) are reported before anything starts. :mod:`.findings`
-derives the verdict.
+The arguments that Megatron has parsed decide whether a row applies (:meth:`FlagRow.applies`). If
+the command line alone shows it (:meth:`FlagRow.is_named_in`), the row is reported before a process
+is started. :mod:`.findings` derives the verdict.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class FlagRow:
     """A row: flags that are refused, accepted by name, or set to another value.
 
     ``shown``: the flags of the row, as a user writes them. ``when``: conditions on the arguments,
-    each sufficient; without any, a flag of the row is set. ``only_with``: the package, or newer
-    Megatron-LM, whose parser knows the flags; empty for 0.16.1. ``to``: the new value by argument;
-    an empty text stands for None.
+    of which a single one suffices; if empty, the row applies if any of its flags is set.
+    ``only_with``: the package, or newer Megatron-LM, whose parser knows the flags; empty for
+    0.16.1. ``to``: the new value by argument; an empty text means None.
     """
 
     level: Level
@@ -65,13 +65,14 @@ class FlagRow:
 
     @property
     def name(self) -> str:
-        """The name to give with :data:`ALLOW`: the first flag's, or ``flag=value``."""
+        """The name that allows the row with :data:`ALLOW`: that of its first flag, or
+        ``flag=value``."""
         tokens = self.shown.split(", ")[0].removeprefix("--").split()
         return "=".join(tokens) if len(tokens) == 2 else tokens[0]
 
     @property
     def line(self) -> str:
-        """Return the line for the user."""
+        """The line for the user."""
         match self.level:
             case Level.SET:
                 return f"{self.shown} {self.becomes}: {self.reason}"
@@ -86,9 +87,9 @@ class FlagRow:
 
     @property
     def becomes(self) -> str:
-        """Text for the values that the row sets."""
-        given = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
-        return f"becomes {', '.join(given)}" if given else "is removed"
+        """A text on the values that the row sets."""
+        texts = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
+        return f"becomes {', '.join(texts)}" if texts else "is removed"
 
     def applies(self, args: argparse.Namespace) -> bool:
         """Return whether the row applies to these arguments."""
@@ -100,15 +101,15 @@ class FlagRow:
     def is_named_in(self, argv: Sequence[str], version: str = "") -> bool:
         """Return whether the command line alone shows that the row applies, with the defaults of
         ``version`` of Megatron-LM (empty: the newest)."""
-        # An argument may be named differently from its flag; the flag suffices for simple rows.
-        named = not set(tokens_of(argv)).isdisjoint(self.shown.split(", "))
+        # An argument may have another name than its flag; for simple rows the flag suffices.
+        has_flag = not set(tokens_of(argv)).isdisjoint(self.shown.split(", "))
         is_compound = any(" and " in condition for condition in self.when)
-        return (named and not is_compound) or self.applies(named_arguments(argv, version))
+        return (has_flag and not is_compound) or self.applies(named_arguments(argv, version))
 
     def as_given(self, argv: Sequence[str]) -> FlagRow:
-        """Return the row reduced to the flags that ``argv`` names, if it names any."""
-        named = ", ".join(flag for flag in self.flags if flag in tokens_of(argv))
-        return replace(self, shown=named) if named else self
+        """Return the row reduced to the flags that ``argv`` has, or unchanged if it has none."""
+        names = ", ".join(flag for flag in self.flags if flag in tokens_of(argv))
+        return replace(self, shown=names) if names else self
 
     def set_in(self, args: argparse.Namespace) -> None:
         """Set the row's values in ``args``."""
@@ -118,8 +119,8 @@ class FlagRow:
 
 @dataclass(frozen=True)
 class FlagFamily:
-    """Flags with the same judgement. ``reason``: why they are accepted, or not reviewed;
-    ``names``: without dashes, separated by blanks.
+    """Flags with the same judgement. ``reason``: why they are accepted, or why they were not
+    reviewed; ``names``: the flags without dashes, separated by blanks.
     """
 
     title: str
@@ -128,7 +129,7 @@ class FlagFamily:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags as a user writes them."""
+        """The flags with dashes, as a user writes them."""
         return tuple(f"--{name}" for name in self.names.split())
 
 
@@ -157,14 +158,14 @@ UNREVIEWED_SCRIPTS: tuple[str, ...] = tuple(_TABLES["scripts"])
 VALUES: dict[str, tuple[str, ...]] = {
     flag: tuple(values.split()) for flag, values in _TABLES["values"].items()
 }
-#: defaults to which a row applies, by the first MAJOR.MINOR that has them
+#: defaults to which a row applies, by the first version (MAJOR.MINOR) that has them
 DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 
 
 def one_logger_error(args: argparse.Namespace) -> str:
     """Return a line if Megatron-LM would open one_logger, else an empty text.
 
-    Megatron opens it in each pass, also for a spare, wherever the package is installed.
+    If the package is installed, Megatron opens it in each pass, also in a spare's.
     """
     if not getattr(args, "enable_one_logger", False) or not is_installed("one_logger"):
         return ""
@@ -175,12 +176,12 @@ def one_logger_error(args: argparse.Namespace) -> str:
 
 
 def _holds(term: str, args: argparse.Namespace) -> bool:
-    """Return whether arguments meet ``NAME`` (set to a non-empty value) or ``NAME TEST VALUES``. An
-    argument that the version does not have counts as not set."""
+    """Return whether arguments meet a term: ``NAME``, which is met by a non-empty value, or ``NAME
+    TEST VALUES``. An argument that the version does not have counts as not set."""
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
-    value = getattr(value, "name", value)  # an enumeration's, as users write it
+    value = getattr(value, "name", value)  # a member of an enumeration, as users write it
     match test:
         case "":
             return bool(value)
@@ -202,7 +203,8 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
 
 
 def tokens_of(argv: Iterable[str]) -> list[str]:
-    """Return the tokens of a command line; ``--flag=value`` is ``--flag value``."""
+    """Return the tokens of a command line, with ``--flag=value`` split into ``--flag`` and
+    ``value``."""
     return [
         word
         for argument in argv
@@ -211,19 +213,19 @@ def tokens_of(argv: Iterable[str]) -> list[str]:
 
 
 def named_arguments(argv: Sequence[str], version: str = "") -> argparse.Namespace:
-    """Return each flag with the token after it, as an argument of the flag's name, and the
-    defaults of ``version`` (empty: the newest) that a row tests."""
+    """Return the arguments that a command line shows without a parser: each flag with the token
+    after it, or True, and the defaults of ``version`` (empty: the newest) that a row tests."""
     tokens = tokens_of(argv)
-    named: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for since, defaults in DEFAULTS.items():
         if not version or _number(version) >= _number(since):
-            named |= defaults
+            values |= defaults
     for flag, value in itertools.zip_longest(tokens, tokens[1:], fillvalue="--"):
         if flag.startswith("--"):
-            named[flag.removeprefix("--").replace("-", "_")] = value.startswith("--") or (
+            values[flag.removeprefix("--").replace("-", "_")] = value.startswith("--") or (
                 int(value) if value.isdigit() else value
             )
-    return argparse.Namespace(**named)
+    return argparse.Namespace(**values)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -236,14 +238,14 @@ def is_known(name: str) -> bool:
 
 
 def unread_reason(name: str) -> str:
-    """Return why a flag, a value or a script counts as not reviewed."""
+    """Return the reason why a flag, a value or a script counts as not reviewed."""
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
     near = difflib.get_close_matches(name, KNOWN, 1, 0.9)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    unread = f"its effect on state, communicators and streams has not been reviewed{meant}"
-    return next(reasons, unread)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    default = f"its effect on state, communicators and streams has not been reviewed{hint}"
+    return next(reasons, default)
 
 
 def unread_values(argv: Sequence[str]) -> Iterator[str]:
@@ -265,8 +267,8 @@ KNOWN |= {flag for family in REVIEWED for flag in family.flags}
 
 
 def is_installed(package: str) -> bool:
-    """Return whether Python finds a package, which may be in another package."""
+    """Return whether Python finds a package, which may be a part of another package."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the other package is not installed
+    except ModuleNotFoundError:  # the package of which it is a part is not installed
         return False

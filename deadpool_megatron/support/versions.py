@@ -4,8 +4,8 @@ At the start of a run, an untested version is checked for the names that the hoo
 (``tables/names.toml``). The check reads the source and imports nothing of Megatron, so it also
 finds attributes that methods set on ``self``.
 
-:func:`install_points` wraps those functions at run time, for a tree that ``deadpool patch`` has not
-changed. It also replaces copies that ``from ... import`` has made of them.
+:func:`install_points` wraps the hooked functions at run time, in a tree that ``deadpool patch`` has
+not changed. It also replaces the references that ``from ... import`` has made.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TABLES: dict[str, Any] = tomllib.loads(
 )
 #: the tested versions, as package_info.py gives them
 TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
-#: by version in package_info.py: a tested commit without a tag, and the hash of its sources
+#: version in package_info.py -> a tested commit without a tag, and the hash of its sources
 COMMITS: dict[str, dict[str, str]] = _TABLES["commits"]
 _TESTED_TEXT = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
-#: properties of versions by MAJOR.MINOR, the newest last
+#: MAJOR.MINOR -> properties of the version, which include those of earlier versions
 FAMILIES: dict[str, dict[str, Any]] = dict(
     zip(
         _TABLES["families"],
@@ -51,12 +51,13 @@ Importer = Callable[[str], Any]
 
 
 class UntestedMegatron(RuntimeError):
-    """This Megatron-LM was never tested, or cannot work; the message gives the reason."""
+    """This Megatron-LM was not tested, or cannot work; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class FoundPoint:
-    """A point as found in Megatron. ``missing_parameters``: of those that the handler requires."""
+    """A hook point in an examined Megatron. ``missing_parameters``: the parameters that the handler
+    requires and that the function lacks."""
 
     point: hookpoints.Point
     is_missing: bool = False
@@ -64,7 +65,7 @@ class FoundPoint:
 
     @property
     def problem(self) -> str:
-        """The problem in one line; empty if there is none."""
+        """The problem in a line; empty without a problem."""
         name = f"{self.point.module}.{self.point.function}"
         if self.is_missing:
             return f"{name} is missing"
@@ -75,9 +76,9 @@ class FoundPoint:
 
 @dataclass(frozen=True)
 class VersionReport:
-    """Findings of :func:`examine`. ``version``: that of the megatron.core in use;
-    ``tree_version``: that of the megatron.core next to megatron.training (empty if there is none).
-    ``missing_names``: those of ``tables/names.toml`` that an untested version does not have.
+    """The findings of :func:`examine`. ``version``: the version of the megatron.core in use;
+    ``tree_version``: that of the megatron.core next to megatron.training, empty without it.
+    ``missing_names``: the names of ``tables/names.toml`` that an untested version lacks.
     """
 
     version: str
@@ -101,14 +102,15 @@ def examine(importer: Importer = importlib.import_module) -> VersionReport:
         tree_version=tree_version(tree),
         points=tuple(_find_point(point, importer) for point in hookpoints.points_of(version)),
         is_tested=is_tested,
-        # Tests cover the tested versions, and reading the source takes a second.
+        # Tests cover the names of tested versions, and a check of the source takes a second.
         missing_names=() if is_tested or tree is None else missing_names(tree, version),
     )
 
 
 def _is_tested_commit(version: str, tree: Path | None) -> bool:
-    """Return whether the sources are those of a tested commit. The version does not show that: the
-    main branch has the same version for many commits, and an archive does not name its commit."""
+    """Return whether the sources are those of a tested commit. The version does not show this, as
+    many commits of the main branch have the same version, and an archive does not name its
+    commit."""
     return (
         tree is not None
         and version in COMMITS
@@ -117,7 +119,7 @@ def _is_tested_commit(version: str, tree: Path | None) -> bool:
 
 
 def source_hash(tree: Path) -> str:
-    """Return a hash of all Python files of Megatron in ``tree``, and of their names."""
+    """Return a hash of the names and contents of Megatron's Python files in ``tree``."""
     digest = hashlib.sha256()
     for path in sorted((tree / "megatron").rglob("*.py")):
         digest.update(f"{path.relative_to(tree)}\0".encode() + path.read_bytes())
@@ -130,7 +132,7 @@ def released(version: str) -> str:
 
 
 def _tree(importer: Importer) -> Path | None:
-    """Return the folder that holds the ``megatron`` package of megatron.training."""
+    """Return the folder of the ``megatron`` package that has megatron.training; None without it."""
     try:
         place = getattr(importer("megatron.training"), "__file__", None)
     except ImportError:
@@ -140,18 +142,18 @@ def _tree(importer: Importer) -> Path | None:
 
 def tree_of(script: Path) -> Path:
     """Return the checkout that a script trains with: its own folder, a folder of PYTHONPATH, or a
-    parent folder; its own folder if none of them is a checkout."""
+    parent folder. Return its own folder if none of these is a checkout."""
     own = script.resolve().parent
-    named = (Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
-    for place in (own, *named, *own.parents):
-        if (place / "megatron" / "training").is_dir():
-            return place.resolve()
+    path = (Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
+    for folder in (own, *path, *own.parents):
+        if (folder / "megatron" / "training").is_dir():
+            return folder.resolve()
     return own
 
 
 def tree_version(tree: Path | None) -> str:
-    """Return the version of megatron.core in a tree, empty if it has none. megatron is a namespace
-    package: its core may come from a wheel, its training from a tree."""
+    """Return the version of megatron.core in a tree, empty without it. As megatron is a namespace
+    package, megatron.core may come from a wheel, and megatron.training from a tree."""
     if tree is None:
         return ""
     info = tree / "megatron" / "core" / "package_info.py"
@@ -165,7 +167,7 @@ def _find_point(point: hookpoints.Point, importer: Importer) -> FoundPoint:
         function = None
     if function is None:
         return FoundPoint(point, is_missing=True)
-    # For a wrapped function, too, these are the parameters of the original.
+    # For a wrapped function, the signature is that of the original.
     parameters = inspect.signature(function).parameters
     missing = tuple(name for name in point.parameters if name not in parameters)
     return FoundPoint(point, missing_parameters=missing)
@@ -174,8 +176,8 @@ def _find_point(point: hookpoints.Point, importer: Importer) -> FoundPoint:
 def check(report: VersionReport, allow_untested: bool) -> None:
     """Raise UntestedMegatron unless this Megatron is tested, or may be used untested.
 
-    ``allow_untested`` accepts an untested version that has all required names; it does not accept
-    missing names, or two Megatrons in one process.
+    ``allow_untested`` accepts an untested version that has all required names. It accepts neither
+    missing names nor two Megatrons in a process.
     """
     if report.tree_version and report.tree_version != report.version:
         raise UntestedMegatron(
@@ -203,9 +205,9 @@ def check(report: VersionReport, allow_untested: bool) -> None:
 
 
 def install_points() -> tuple[str, ...]:
-    """Wrap the function of each point as a hook point. This replaces it in its module, and in all
-    loaded modules of Megatron and the training script that have imported it. Return the names of
-    the wrapped functions; none in a patched tree, or in a second call.
+    """Wrap the function of each point as a hook point: in its module, and in all loaded modules of
+    Megatron and of the training script that have imported the function. Return the names of the
+    wrapped functions, none in a patched tree or in a second call.
 
     Raises UntestedMegatron for a partly patched tree.
     """
@@ -216,10 +218,10 @@ def install_points() -> tuple[str, ...]:
         if not hookpoints.is_marked(function):
             unmarked[point] = function
     if unmarked and len(unmarked) < len(points):
-        left = ", ".join(sorted({point.module for point in unmarked}))
+        modules = ", ".join(sorted({point.module for point in unmarked}))
         raise UntestedMegatron(
             "this Megatron-LM is patched in part: run 'deadpool patch apply' or 'deadpool patch"
-            f" revert' on it (not patched are {left})"
+            f" revert' on it (not patched are {modules})"
         )
     for original in unmarked.values():
         marked = hookpoints.hookpoint(original)
@@ -240,9 +242,9 @@ def _namespaces() -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a function, a class, its method or attribute, or a variable in a file of
-    Megatron-LM. ``parameters``: those of a function that the hooks use. ``versions``: those that
-    have the name.
+    """The name of a function, a class, a method, an attribute or a variable in a file of
+    Megatron-LM. ``parameters``: the parameters of a function that the hooks use. ``versions``: the
+    versions (MAJOR.MINOR) that have the name.
     """
 
     file: str
@@ -252,6 +254,7 @@ class Name:
 
 
 def _names() -> Iterator[Name]:
+    """Yield the names of the hook points, and those of ``tables/names.toml``."""
     for point in hookpoints.POINTS:
         versions = tuple(version for version in VERSIONS if point in hookpoints.points_of(version))
         yield Name(
@@ -277,20 +280,22 @@ def expected_in(version: str) -> tuple[Name, ...]:
 def missing_names(tree: Path, version: str) -> tuple[str, ...]:
     """Return descriptions of the names that the source in ``tree`` lacks."""
     sources: dict[str, ast.Module] = {}
-    found = (_missing_name(tree, name, sources) for name in expected_in(version))
-    return tuple(filter(None, found))
+    texts = (_missing_name(tree, name, sources) for name in expected_in(version))
+    return tuple(filter(None, texts))
 
 
 def _missing_name(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str:
+    """Return a description of a name that is missing in ``tree``, or of its missing parameters;
+    empty if it is complete. ``sources``: the parsed files so far."""
     file = tree / name.file
     if name.file not in sources:
         sources[name.file] = ast.parse(file.read_text() if file.is_file() else "")
-    found = find(sources[name.file], name.name)
-    if found is None:
+    node = find(sources[name.file], name.name)
+    if node is None:
         return f"{name.name} in {name.file}"
     if not name.parameters:
         return ""
-    present = _parameters(found)
+    present = _parameters(node)
     missing = [parameter for parameter in name.parameters if parameter not in present]
     return f"{', '.join(missing)} of {name.name}() in {name.file}" if missing else ""
 
@@ -298,15 +303,16 @@ def _missing_name(tree: Path, name: Name, sources: dict[str, ast.Module]) -> str
 def find(scope: ast.AST, name: str) -> ast.AST | None:
     """Return the outermost node in ``scope`` that defines the dotted ``name``, or None."""
     for part in name.split("."):
-        found = next((node for node in ast.walk(scope) if part in _defined(node)), None)
-        if found is None:
+        inner = next((node for node in ast.walk(scope) if part in _defined(node)), None)
+        if inner is None:
             return None
-        scope = found
+        scope = inner
     return scope
 
 
 def _defined(node: ast.AST) -> Iterable[str]:
-    """Return the names that a statement or a target of an assignment defines, also on ``self``."""
+    """Return the names that a statement, or the target of an assignment, defines; an attribute of
+    ``self`` is such a target, too."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return (node.name,)
@@ -322,5 +328,5 @@ def _defined(node: ast.AST) -> Iterable[str]:
 def _parameters(function: ast.AST) -> list[str]:
     if not isinstance(function, ast.FunctionDef):
         return []
-    given = function.args
-    return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    args = function.args
+    return [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs)]

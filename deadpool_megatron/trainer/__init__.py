@@ -1,1 +1,1 @@
-"""A small pretraining loop on stock megatron-core: embedded default workload and test bed."""
+"""A small pretraining loop on stock megatron-core: the default workload, and a test bed."""

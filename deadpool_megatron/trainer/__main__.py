@@ -1,7 +1,7 @@
 """``deadpool run ... -- -m deadpool_megatron.trainer ARGS``: the embedded trainer, protected.
 
-This file is also the example for any Megatron loop: define how groups and loop are created, pass
-that to a session, and leave everything else to it.
+This file is also the example for other loops on Megatron: a program creates the groups and the
+loop, and a session does everything else.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class GptProgram(Program):
         torch.distributed.destroy_process_group()
 
     def checkpoint_directory(self) -> Path | None:
-        """Return where ``--save`` points."""
+        """Return the directory of ``--save``, or None."""
         return self._config.save
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hold a role, or wait as a spare, until the run is over."""
+    """Hold a role, or wait as a spare, until the run is over; return the exit status."""
     is_member = member_place.VARIABLE in os.environ
     world_size = MemberPlace.from_environment().world_size if is_member else None
     config = parse_args(argv, world_size)

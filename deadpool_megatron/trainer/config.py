@@ -1,7 +1,7 @@
 """The configuration of the trainer, checked as a whole before anything starts.
 
-The fields of :class:`TrainerConfig` have the names of Megatron's arguments and carry their help
-text; the command line has a flag for each field. This module imports neither torch nor Megatron, so
+The fields of :class:`TrainerConfig` have the names of Megatron's arguments, and a help text; the
+command line has a flag for each field. This module imports neither torch nor Megatron, so that
 ``--help`` and error messages appear at once.
 """
 
@@ -29,14 +29,14 @@ names. @FILE reads flags from a file, with # comments.
   %(prog)s @configs/small.args --data README.md docs --bf16
 """
 
-_POSITIVE = """
+_POSITIVE_FIELDS = """
 num_layers hidden_size num_attention_heads seq_length tensor_model_parallel_size
 pipeline_model_parallel_size expert_model_parallel_size num_distributed_optimizer_instances
 micro_batch_size global_batch_size train_iters log_interval eval_interval save_interval num_experts
 hysteresis lr initial_loss_scale
 """
-# Pairs of fields: if the first differs from its default, the second must differ, too.
-_NEEDS = """
+# Pairs of fields: if the first field differs from its default, the second must differ, too.
+_REQUIREMENTS = """
 overlap_param_gather use_distributed_optimizer
 overlap_param_gather overlap_grad_reduce
 num_distributed_optimizer_instances use_distributed_optimizer
@@ -60,7 +60,7 @@ def _flag(default: Any, help_text: str, choices: str = "") -> Any:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Everything a run of the trainer depends on. Frozen: equal configs train equal bits."""
+    """All values on which a run of the trainer depends: equal configs train equal bits."""
 
     num_layers: int = _flag(4, "transformer layers")
     hidden_size: int = _flag(64, "width of the residual stream")
@@ -124,14 +124,15 @@ class TrainerConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Model chunks per pipeline stage, or None for the plain schedule."""
+        """The number of model chunks per pipeline stage; None for the plain schedule."""
         if self.num_layers_per_virtual_pipeline_stage is None:
             return None
         per_stage = self.num_layers // self.pipeline_model_parallel_size
         return per_stage // self.num_layers_per_virtual_pipeline_stage
 
     def num_microbatches(self, world_size: int) -> int:
-        """Forward passes per iteration on each rank. Raises BadArgumentsError."""
+        """Return the number of forward passes per iteration on each rank. Raises
+        BadArgumentsError."""
         self.check_world_size(world_size)
         replicas = world_size // Workload.of(self).grid.ranks
         return self.global_batch_size // (self.micro_batch_size * replicas)
@@ -146,7 +147,7 @@ class TrainerConfig:
 
 def _problems(c: TrainerConfig) -> Iterator[str]:
     """Yield a line for each error, which names the change to make."""
-    for name in _POSITIVE.split():
+    for name in _POSITIVE_FIELDS.split():
         if (value := getattr(c, name)) is not None and value <= 0:
             yield f"{flag_name(name)} must be positive, got {value}"
     if not 0.0 <= c.min_lr <= c.lr:
@@ -169,7 +170,7 @@ def _problems(c: TrainerConfig) -> Iterator[str]:
         size, divisor = getattr(c, whole), getattr(c, part)
         if size % divisor:
             yield f"{flag_name(whole)} {size} is not a multiple of {flag_name(part)} {divisor}"
-    for name, needed in map(str.split, _NEEDS.strip().splitlines()):
+    for name, needed in map(str.split, _REQUIREMENTS.strip().splitlines()):
         if _is_set(c, name) and not _is_set(c, needed):
             yield f"{flag_name(name)} needs {flag_name(needed)}"
     if (chunk := c.num_layers_per_virtual_pipeline_stage) is not None:
@@ -181,8 +182,8 @@ def _problems(c: TrainerConfig) -> Iterator[str]:
         if _is_set(c, tensor) and not c.sequence_parallel:
             yield "experts with tensor parallelism need --sequence-parallel"
         # Megatron's experts have bias terms only without a reduction over tensor ranks.
-        reduced = _is_set(c, tensor) or c.expert_model_parallel_size == 1
-        if reduced and not c.disable_bias_linear:
+        is_reduced = _is_set(c, tensor) or c.expert_model_parallel_size == 1
+        if is_reduced and not c.disable_bias_linear:
             yield "experts need --disable-bias-linear, or --expert-model-parallel-size alone"
     for path in c.data:
         if not path.exists():
@@ -199,7 +200,8 @@ def flag_name(field_name: str) -> str:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Reports a bad argument in a line, with exit status 2; reads ``@file`` with comments."""
+    """A parser that reports a bad argument in a line, with exit status 2, and reads ``@file`` with
+    comments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
@@ -243,7 +245,7 @@ def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
 
 
 def config_from(namespace: argparse.Namespace) -> TrainerConfig:
-    """Return the config in parsed arguments. Raises BadArgumentsError with a line."""
+    """Return the config of parsed arguments. Raises BadArgumentsError."""
     values = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(TrainerConfig)}
     return TrainerConfig(**{**values, "data": tuple(values["data"])})
 
@@ -251,7 +253,7 @@ def config_from(namespace: argparse.Namespace) -> TrainerConfig:
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerConfig:
     """Return the config of a command line; print a line and exit with 2 for bad arguments.
 
-    For the ``world_size`` of a protected run, also check that the layout divides it.
+    With the ``world_size`` of a protected run, also check that the layout fits it.
     """
     parser = build_parser()
     try:

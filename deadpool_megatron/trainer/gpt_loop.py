@@ -1,7 +1,7 @@
 """The training loop of the embedded trainer, and its data.
 
-The loop consists of iterations, and of segments (evaluation, save) between them. The consumed
-samples alone determine the next micro batch of the text.
+The loop consists of iterations, and of segments (evaluation, save) between them. The number of
+consumed samples alone determines the next micro batch.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from deadpool_megatron.trainer import loop_checkpoint, megatron_api as mcore, mo
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state
 
-# A text is divided into this many parts; the last is kept for validation.
+# A text is divided into this many parts, of which the last is for validation.
 _VALIDATION_PARTS = 20
 _DEFAULT_BYTES = 8 << 20
 _COUNTERS = ["iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations"]
-_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+_EXCLUDED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 Batch = dict[str, torch.Tensor]
 _Bytes = NDArray[np.uint8]
 
 
 class TrainingLoop(SteppedLoop, MegatronLoop):
-    """The training of a rank: the live objects and the operations on them.
+    """The training of a rank: the live objects, and the operations on them.
 
-    ``emit(kind, facts)`` is called with kinds ``training`` (once), ``step``, ``evaluation`` and
+    ``emit(kind, facts)`` is called with the kinds ``training`` (once), ``step``, ``evaluation`` and
     ``log``, only on the first tensor- and data-parallel rank of the last pipeline stage. Losses,
-    norms and rates are ``float.hex()`` strings; a norm is None if the update was skipped.
+    norms and rates are texts of ``float.hex()``; a norm is None if the update was skipped.
 
-    ``counters`` and ``log_sums`` hold all state outside of tensors and random generators; a restore
-    sets them in place.
+    ``counters`` and ``log_sums`` have all state outside of tensors and random generators. A restore
+    sets their entries in place.
     """
 
     loads_extras = True
 
     def __init__(self, config: TrainerConfig, emit: Emit) -> None:
-        """Build the objects for the rank and world of torch.distributed, which is initialised.
+        """Build the objects for the rank and the world of torch.distributed, and Megatron's groups
+        unless they exist. Collective.
 
-        Creates Megatron's groups, too, unless they exist. Collective. Raises BadArgumentsError if
-        the layout does not fit the world, and DataError for unusable text.
+        Raises BadArgumentsError if the layout does not fit the world, and DataError for unusable
+        text.
         """
         self.config = config
         self.arguments = config, config
@@ -102,8 +103,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
     def stage_class(self) -> str:
         """Return a text that is equal for two ranks if each could use the objects of the other.
 
-        The pipeline stage determines the layers, tensor and expert rank the slices and offsets, and
-        the place among the ranks that share an optimizer determines which parameters have state.
+        The pipeline stage determines the layers. The tensor and expert ranks determine slices and
+        offsets. The data-parallel rank determines the state that a distributed optimizer has.
         """
         place = f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
         place += f".tp{parallel_state.get_tensor_model_parallel_rank()}"
@@ -153,7 +154,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         return tuple(due)
 
     def run_segment(self, name: str) -> None:
-        """Run one segment named by :meth:`segments_after`. Collective; may be run again."""
+        """Run a segment of :meth:`segments_after`, perhaps for a second time. Collective."""
         failpoints.set_context(section=name)
         if name == "evaluation":
             self._evaluate()
@@ -165,10 +166,11 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def reset_after_interrupt(self) -> None:
-        """Drop the partial work that an exception may have left; set the iterators by the counters.
+        """Drop the partial work that an exception may have left, and set the iterators according to
+        the counters.
 
-        Resets only what this loop owns: iterators, training mode, the functions it gave to
-        Megatron's schedules, the MoE loss tracker. Draws from no generator.
+        Resets only the objects of this loop: iterators, training mode, the functions for Megatron's
+        schedules, the MoE loss tracker. Draws from no generator.
         """
         chunks = len(self.model_chunks)
         train, valid = self._sources
@@ -183,9 +185,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         failpoints.set_context(section="between")
 
     def synchronize_parameters(self) -> None:
-        """Gather all current parameters, if gathering overlaps with the next iteration.
-
-        Collective; does nothing without ``--overlap-param-gather``.
+        """Gather all current parameters. Collective. Does nothing without
+        ``--overlap-param-gather``, which leaves the gather to the next iteration.
         """
         if self.config.overlap_param_gather:
             for chunk in self.model_chunks:
@@ -201,25 +202,27 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         loop_checkpoint.write(self, directory)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the content of such a checkpoint; see :class:`MegatronLoop`."""
+        """Return the content of a checkpoint; see :class:`MegatronLoop`."""
         return loop_checkpoint.sharded_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Load such a checkpoint in place, so that training continues exactly. Collective."""
+        """Load a checkpoint in place, so that training continues exactly. Collective."""
         loop_checkpoint.read(self, directory)
 
     def _configure_schedule(self) -> None:
-        """Set functions that Megatron's schedules call; the interleaved schedule unsets some."""
+        """Set the functions that Megatron's schedules call. The interleaved schedule may have unset
+        some."""
         chunks = self.model_chunks
         settings = chunks[0].config
         settings.grad_scale_func = self.optimizer.scale_loss
         settings.finalize_model_grads_func = _finalize
         if self.config.overlap_grad_reduce:
-            settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
-            settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+            settings.no_sync_func = _single_or_all([chunk.no_sync for chunk in chunks])
+            settings.grad_sync_func = _single_or_all([chunk.start_grad_sync for chunk in chunks])
 
     def _clear_loss_tracker(self) -> None:
-        """Clear the balancing losses that Megatron's routers sum for a log that is not written."""
+        """Clear the balancing losses, which Megatron's routers sum for a log that does not exist
+        here."""
         if self.config.num_experts is not None:
             mcore.clear_aux_losses_tracker()
 
@@ -250,8 +253,8 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         return output, loss_function
 
     def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
-        """Return the mean loss per token of the global batch, or None on a rank without losses.
-        Collective for the data-parallel peers with losses."""
+        """Return the mean loss per token of the global batch; None on a rank without losses.
+        Collective over the data-parallel peers with losses."""
         if not losses:
             return None
         total = torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
@@ -326,7 +329,7 @@ def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
     """Run a chunk on the next micro batch; return its output and the loss function."""
     module = cast(Any, _unwrapped(chunk))
     if not (module.pre_process or module.post_process):
-        # A middle stage gets its input from the schedule and needs no text.
+        # A middle stage gets its input from the schedule and needs no batch.
         return chunk(None, None, None), None
     batch = next(iterator)
     output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -337,7 +340,7 @@ def _loss(
     mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the token losses ``output`` [batch, sequence] under ``mask``, the number of
-    tokens, and both for the report; Megatron's schedule divides the sum."""
+    tokens, and both in a tensor for the report. Megatron's schedule divides the sum."""
     total = (output.float() * mask).sum()
     tokens = mask.sum()
     report = torch.stack([total.detach(), tokens])
@@ -353,7 +356,8 @@ def _hit_backward(number: int) -> None:
     failpoints.hit("backward", microbatch=number)
 
 
-def _one_or_all(functions: list[Any]) -> Any:
+def _single_or_all(functions: list[Any]) -> Any:
+    """Return the function of a single chunk, else the list, as Megatron's schedules expect."""
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -364,15 +368,15 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 class DataError(BadArgumentsError):
-    """The training data cannot be used; the message is a single line."""
+    """The training data cannot be used; the message is a line."""
 
 
 class DataSource:
     """A split of the text, distributed over the data-parallel ranks as by Megatron's sampler.
 
-    Samples are windows of the text. The seed determines their order in each pass over the text. Of
-    ``micro_batch_size * data_parallel_size`` consecutive samples, rank r has the r-th
-    ``micro_batch_size``. Nothing is drawn from a global random generator.
+    Samples are windows of the text. The seed determines their order in each pass over the text.
+    Each group of ``micro_batch_size * data_parallel_size`` consecutive samples is divided into
+    micro batches, of which rank r has the r-th. Nothing is drawn from a global random generator.
     """
 
     def __init__(self, text: _Bytes, config: TrainerConfig, rank: int, ranks: int) -> None:
@@ -387,7 +391,8 @@ class DataSource:
         self._order = functools.lru_cache(2)(self._order_of_pass)
 
     def indices_at(self, consumed_samples: int) -> Iterator[list[int]]:
-        """Yield the sample numbers of this rank's micro batches after this count; endless."""
+        """Yield the sample numbers of each of this rank's micro batches after ``consumed_samples``;
+        endless."""
         size = self._config.micro_batch_size
         for start in itertools.count(consumed_samples + self._rank * size, size * self._ranks):
             yield list(range(start, start + size))
@@ -395,8 +400,8 @@ class DataSource:
     def iterator_at(self, consumed_samples: int) -> Iterator[Batch]:
         """Yield this rank's micro batches after ``consumed_samples``; endless.
 
-        Each has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), of
-        shape [micro batch, sequence], on the current device.
+        A micro batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask``
+        (float32), of shape [micro batch, sequence], on the current device.
         """
         positions = torch.arange(self._config.seq_length).expand(self._config.micro_batch_size, -1)
         mask = torch.ones(positions.shape)
@@ -412,24 +417,24 @@ class DataSource:
             yield {name: each.to(device, non_blocking=True) for name, each in batch.items()}
 
     def _sample(self, index: int) -> _Bytes:
-        number, place = divmod(index, self._windows)
-        start = int(self._order(number)[place]) * self._config.seq_length
+        pass_number, position = divmod(index, self._windows)
+        start = int(self._order(pass_number)[position]) * self._config.seq_length
         return self._text[start : start + self._config.seq_length + 1]
 
-    def _order_of_pass(self, number: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self._config.seed, number]).permutation(self._windows)
+    def _order_of_pass(self, pass_number: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._config.seed, pass_number]).permutation(self._windows)
 
 
 def build_sources(config: TrainerConfig, rank: int, ranks: int) -> tuple[DataSource, DataSource]:
     """Return the training and validation data of data-parallel rank ``rank`` of ``ranks``.
 
-    Purely local: independent of the other ranks, and of when a process joins. Raises DataError for
-    too little text.
+    The data depends neither on other processes nor on the time at which a process joins. Raises
+    DataError for too little text.
     """
     text = _text(config.data)
-    held_out = len(text) // _VALIDATION_PARTS
-    parts = text[:-held_out], text[-held_out:]
-    if held_out <= config.seq_length:  # a short text serves both
+    validation_bytes = len(text) // _VALIDATION_PARTS
+    parts = text[:-validation_bytes], text[-validation_bytes:]
+    if validation_bytes <= config.seq_length:  # a short text serves for both
         parts = text, text
     training, validation = (DataSource(part, config, rank, ranks) for part in parts)
     return training, validation
@@ -451,8 +456,8 @@ def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
 def _standard_library() -> Iterator[Path]:
     """Yield Python's own source files in a fixed order, up to _DEFAULT_BYTES."""
     total = 0
-    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = sorted(name for name in inner if name not in _NOT_THE_LIBRARY)
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(name for name in folders if name not in _EXCLUDED_FOLDERS)
         for name in sorted(name for name in names if name.endswith(".py")):
             file = Path(folder, name)
             total += file.stat().st_size

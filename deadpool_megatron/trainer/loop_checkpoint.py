@@ -1,7 +1,7 @@
-"""Writes a loop's whole state as a torch_dist checkpoint, and reads it without any difference.
+"""Writes a loop's whole state as a torch_dist checkpoint, and restores it exactly.
 
-The format is Megatron's own. Extras are in a file of their own, and ``exact_load`` mends what
-Megatron does not restore exactly.
+The format is Megatron's own. The extras are in separate files, and ``exact_load`` restores exactly
+the values that Megatron's load changes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from deadpool_megatron.vault.disk import extras_file
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 
-# Megatron's file in a folder that names its newest complete checkpoint, by iteration.
+# Megatron's file with the iteration of the newest complete checkpoint in a folder.
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def write(loop: TrainingLoop, directory: Path) -> None:
-    """Write the state of ``loop`` into ``directory``, created if missing. Collective."""
+    """Write the state of ``loop`` into ``directory``, which is created if it is missing.
+    Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     loop.synchronize_parameters()
-    # In the calling process; see :mod:`deadpool_megatron.megatron.in_process_writer`.
+    # Write in the calling process; see :mod:`deadpool_megatron.megatron.in_process_writer`.
     writer = mcore.TorchDistSaveShardedStrategy("torch_dist", 1)
     mcore.dist_checkpointing.save(sharded_state(loop), str(directory), writer)
-    own = extras.encode(loop_extras.capture(loop))
-    extras_file.write(directory, dist.get_rank(), dist.get_world_size(), own)
-    dist.barrier()  # when a rank returns, all have written
+    encoded = extras.encode(loop_extras.capture(loop))
+    extras_file.write(directory, dist.get_rank(), dist.get_world_size(), encoded)
+    dist.barrier()  # no rank returns before all have written
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
     """Load the state in ``directory`` into the live objects of ``loop``, in place. Collective.
 
-    Optimizer state keeps its tensors, so existing references see the loaded values. The checkpoint
-    may be of another number of ranks.
+    The tensors of the optimizer's state stay the same objects, so that references to them see the
+    loaded values. The checkpoint may be of another number of ranks. Raises BadArgumentsError.
     """
     with exact_load(loop.optimizer, loop.scheduler):
         loaded = mcore.dist_checkpointing.load(sharded_state(loop, is_loading=True), str(directory))
@@ -55,22 +56,22 @@ def read(loop: TrainingLoop, directory: Path) -> None:
     values = _extras_of(loop, directory)
     loop_extras.restore(loop, values)
     loop.reset_after_interrupt()
-    # Random states last, as any step before might draw from a generator.
+    # Restore random states last, as the steps before might draw from a generator.
     loop_extras.restore_last(values)
 
 
 def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
-    """Return the extras of this rank. In a checkpoint of another number of ranks, they are those of
-    the rank with the same layers, slices and experts that has the lowest data-parallel rank: such
-    ranks draw the same random numbers and count the same sums."""
+    """Return the extras of this rank. A checkpoint of another number of ranks has them for the rank
+    with the same layers, slices and experts, and the lowest data-parallel rank: such ranks draw the
+    same random numbers and have the same sums. Raises BadArgumentsError."""
     rank, world_size, grid = dist.get_rank(), dist.get_world_size(), Workload.of(loop.config).grid
     ranks = extras_file.role_count(directory) or world_size
     if ranks != world_size:
         rank = grid.donor(rank, world_size // grid.ranks, ranks // grid.ranks)
-    own = extras_file.read(directory, rank, ranks)
-    if own is None:
+    encoded = extras_file.read(directory, rank, ranks)
+    if encoded is None:
         raise BadArgumentsError(f"{directory} has no extras: another program has written it")
-    return extras.decode(own)
+    return extras.decode(encoded)
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:
@@ -90,8 +91,8 @@ def latest(folder: Path) -> Path | None:
 def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
     """Write a checkpoint of the current iteration and make it the newest. Collective.
 
-    May be run again: the checkpoint gets its final name only when complete; an interrupted attempt
-    leaves a folder that the next attempt replaces.
+    The call can be repeated: the checkpoint gets its final name only once it is complete, and an
+    interrupted attempt leaves a folder that the next attempt replaces.
     """
     final = checkpoint_directory(folder, loop.counters["iteration"])
     partial = final.with_name(f"{final.name}.partial")

@@ -11,24 +11,24 @@ from __future__ import annotations
 import os
 import warnings
 
-# torch.optim imports it with the first optimizer, half a second in each rank; imported here, it is
-# loaded before ranks are forked.
+# torch.optim would import this module with the first optimizer, for half a second in each rank. An
+# import here is over before ranks are forked.
 import torch._dynamo
 
 from deadpool_megatron.megatron import in_process_writer, stand_ins
 
-# Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
-# driver reads this when it starts.
+# Megatron relies on the order in which kernels are launched to overlap them, and only a single
+# queue keeps this order. The driver reads the variable when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-# Warnings of every rank that a user of the trainer cannot act on: names that PyTorch has renamed
-# and Megatron still calls, and a deprecated default of Megatron's own.
+# Every rank would print these warnings, and a user cannot act on them: Megatron uses names that
+# PyTorch has changed, and has a deprecated default.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
 warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron.core")
 
 with warnings.catch_warnings():
-    # Megatron warns on import that it falls back to PyTorch without Apex and TE. Its modules import
-    # each other by deprecated names.
+    # On import Megatron warns that it uses PyTorch without Apex and TE, and its modules import each
+    # other by deprecated names.
     warnings.filterwarnings("ignore", message=".*[Ff]alling back to.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 

@@ -16,19 +16,19 @@ from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel
 
 # Fields that have the same name in Megatron's configs.
-_SAME_OF_MODEL = """
+_MODEL_FIELDS = """
 num_layers hidden_size num_attention_heads tensor_model_parallel_size pipeline_model_parallel_size
 virtual_pipeline_model_parallel_size expert_model_parallel_size sequence_parallel bf16 fp16
 """
-_SAME_OF_EXPERTS = """
+_EXPERT_FIELDS = """
 moe_router_score_function moe_router_load_balancing_type moe_router_enable_expert_bias
 moe_input_jitter_eps
 """
-_SAME_OF_DDP = """
+_DDP_FIELDS = """
 overlap_grad_reduce overlap_param_gather use_distributed_optimizer
 num_distributed_optimizer_instances
 """
-_SAME_OF_OPTIMIZER = """
+_OPTIMIZER_FIELDS = """
 lr min_lr weight_decay bf16 fp16 initial_loss_scale hysteresis use_distributed_optimizer
 overlap_param_gather clip_grad
 """
@@ -37,7 +37,8 @@ _STAGE_SEED_STEP = 100
 
 
 class SequenceParallelNorm(torch.nn.LayerNorm):
-    """Layer norm whose gradients finalize_model_grads sums over the tensor-parallel ranks.
+    """A layer norm with the mark by which finalize_model_grads sums gradients over the
+    tensor-parallel ranks.
 
     Megatron's own PyTorch norm lacks this mark, and therefore refuses sequence parallelism.
     """
@@ -49,13 +50,13 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
 
 
 def initialize_parallel_state(config: TrainerConfig) -> None:
-    """Create Megatron's groups in the current process-group world. Collective.
+    """Create Megatron's groups in the current world of torch.distributed. Collective.
 
     Raises BadArgumentsError if the layout does not fit the world, or needs a missing package.
     """
     config.check_world_size(torch.distributed.get_world_size())
-    several = config.num_distributed_optimizer_instances > 1
-    if several and importlib.util.find_spec("einops") is None:
+    needs_einops = config.num_distributed_optimizer_instances > 1
+    if needs_einops and importlib.util.find_spec("einops") is None:
         raise BadArgumentsError(
             "--num-distributed-optimizer-instances needs the package einops: pip install einops"
         )
@@ -70,7 +71,7 @@ def initialize_parallel_state(config: TrainerConfig) -> None:
 
 
 def seed_generators(config: TrainerConfig) -> None:
-    """Seed all random generators for the role of this rank, as Megatron does at start."""
+    """Seed all random generators for this rank, as Megatron does at the start."""
     seed = config.seed + _STAGE_SEED_STEP * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -79,10 +80,11 @@ def seed_generators(config: TrainerConfig) -> None:
 
 
 def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
-    """Build the model chunks of this rank in DDP; several with a virtual pipeline. Collective."""
+    """Build the model chunks of this rank, each wrapped in DDP. With a virtual pipeline there are
+    several chunks. Collective."""
     transformer = _transformer_config(config)
     ddp_config = mcore.DistributedDataParallelConfig(
-        **_same(config, _SAME_OF_DDP),
+        **_values_of(config, _DDP_FIELDS),
         grad_reduce_in_fp32=config.bf16,
         bucket_size=config.ddp_bucket_size,
     )
@@ -100,6 +102,8 @@ def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
 
 
 def build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -> torch.nn.Module:
+    """Build a model chunk of this rank without DDP. ``transformer``: Megatron's config;
+    ``vp_stage``: the index of the chunk, None without a virtual pipeline."""
     layer = mcore.get_gpt_layer_local_spec(num_experts=config.num_experts)
     layer.submodules.input_layernorm = SequenceParallelNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -121,13 +125,13 @@ def build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -
     wrapped = mcore.Float16Module(transformer, model) if config.bf16 or config.fp16 else model
     for module in wrapped.modules():
         # The half-precision wrapper casts the router's bias, and the first forward pass would cast
-        # it back to fp32. Casting it here keeps the layout of the state constant.
+        # the bias back to fp32. A cast here keeps the layout of the state constant.
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
     return cast(torch.nn.Module, wrapped)
 
 
-def _same(config: TrainerConfig, names: str) -> dict[str, Any]:
+def _values_of(config: TrainerConfig, names: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names.split()}
 
 
@@ -140,8 +144,8 @@ def _parameter_type(config: TrainerConfig) -> torch.dtype:
 def _transformer_config(config: TrainerConfig) -> Any:
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     dtype = _parameter_type(config)
-    facts: dict[str, Any] = {
-        **_same(config, _SAME_OF_MODEL),
+    values: dict[str, Any] = {
+        **_values_of(config, _MODEL_FIELDS),
         "add_bias_linear": not config.disable_bias_linear,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -157,21 +161,21 @@ def _transformer_config(config: TrainerConfig) -> Any:
         "persist_layer_norm": False,
     }
     if config.num_experts is not None:
-        facts |= {
-            **_same(config, _SAME_OF_EXPERTS),
+        values |= {
+            **_values_of(config, _EXPERT_FIELDS),
             "num_moe_experts": config.num_experts,
             "moe_ffn_hidden_size": 4 * config.hidden_size,
             "moe_aux_loss_coeff": 0.01,
             "moe_token_dispatcher_type": "alltoall",
         }
-    return mcore.TransformerConfig(**facts)
+    return mcore.TransformerConfig(**values)
 
 
 def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any:
-    """Build Megatron's ChainedOptimizer over the chunks, with allocated moments. Collective."""
+    """Build Megatron's ChainedOptimizer over the chunks, and create its state. Collective."""
     optimizer = mcore.get_megatron_optimizer(
         mcore.OptimizerConfig(
-            **_same(config, _SAME_OF_OPTIMIZER), params_dtype=_parameter_type(config)
+            **_values_of(config, _OPTIMIZER_FIELDS), params_dtype=_parameter_type(config)
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -182,7 +186,7 @@ def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:
-    """Build Megatron's schedule of learning rate and weight decay, counted in samples."""
+    """Build Megatron's schedule of learning rate and weight decay, whose steps are samples."""
     samples = functools.partial(int.__mul__, config.global_batch_size)
     return mcore.OptimizerParamScheduler(
         optimizer,

@@ -1,7 +1,8 @@
 """``python -m deadpool_megatron.trainer.plain``: the same training without fault tolerance.
 
-The reference of tests and benches: stock gloo or NCCL, ranks from the environment (``RANK``,
-``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), as torchrun sets them.
+Tests and benches use it as the reference. It uses stock gloo or NCCL, and takes its rank from the
+variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+``MASTER_PORT``).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from deadpool_megatron.trainer.config import (
 def train(config: TrainerConfig) -> dict[str, Any]:
     """Train from the start, or from the newest checkpoint of ``--load``, to the end. Collective.
 
-    Each rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
-    and the number of ``samples``. Raises BadArgumentsError, also if the checkpoint is missing.
+    All ranks return the same facts, such as ``steps`` and ``evaluations`` as emitted, the number of
+    ``samples``, and the ``hashes`` of the final states by rank. Raises BadArgumentsError, also if
+    the checkpoint is missing.
     """
     from deadpool_megatron.trainer import loop_checkpoint
     from deadpool_megatron.trainer.gpt_loop import TrainingLoop
@@ -37,10 +39,10 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     start = loop_checkpoint.latest(config.load) if config.load is not None else None
     if config.load is not None and start is None:
         raise BadArgumentsError(f"--load: {config.load} names no checkpoint that is there")
-    emitted: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}
+    events: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}
 
     def emit(kind: str, facts: Mapping[str, Any]) -> None:
-        emitted.setdefault(kind, []).append(facts)
+        events.setdefault(kind, []).append(facts)
         if kind == "log":
             print(facts["text"], flush=True)
 
@@ -52,16 +54,16 @@ def train(config: TrainerConfig) -> dict[str, Any]:
         for segment in loop.segments_after(loop.counters["iteration"]):
             loop.run_segment(segment)
     loop.synchronize_parameters()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (loop.state_hash(), emitted))
-    reported = next((facts for _, facts in gathered if facts["step"]), emitted)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (loop.state_hash(), events))
+    rank_events = next((each for _, each in results if each["step"]), events)
     return {
         "iterations": loop.counters["iteration"],
         "samples": loop.counters["consumed_train_samples"],
         "skipped": loop.counters["skipped_iterations"],
-        "steps": reported["step"],
-        "evaluations": reported["evaluation"],
-        "hashes": [state_hash for state_hash, _ in gathered],
+        "steps": rank_events["step"],
+        "evaluations": rank_events["evaluation"],
+        "hashes": [state_hash for state_hash, _ in results],
     }
 
 
@@ -96,6 +98,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # The run is over and reported. Destroying the groups sometimes ends in an abort: torch destroys
-    # a running thread of gloo.
+    # Exit without destroying the groups: this sometimes aborts the process, as torch destroys a
+    # running thread of gloo.
     os._exit(status)

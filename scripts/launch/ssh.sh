@@ -60,7 +60,7 @@ start_one() {
     printf -v words '%q' "$words; echo \$? >$(printf %q "$agents/$node.status")"
     # No remaining process may hold the connection's output, or ssh would wait for it.
     on "$host" "{ setsid nohup bash -c $words >$(printf %q "$agents/$node.log") 2>&1 </dev/null & }"
-    touch "$agents/$node.log"  # started, for "wait", before its shell has opened it
+    touch "$agents/$node.log"  # "wait" counts the agent from now on, before its shell opens the log
     echo "node $node on $host ($address)"
 }
 
@@ -91,7 +91,7 @@ case $order in
         [ $# -gt 0 ] || usage
         [ ! -e "$agents" ] || { echo "ssh.sh: $agents is there already: choose another RUN_DIR" >&2; exit 2; }
         mkdir -p "${agents%/*}"
-        (umask 077 && mkdir "$agents") # fails where somebody else has just made it
+        (umask 077 && mkdir "$agents") # fails if another user has just created it
         options=("$@")
         each start_one
         ;;

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Submits a chain of jobs: each starts after the end of the previous one, and continues its state.
+# Submits a chain of jobs, each of which starts after the end of the previous job and continues from
+# its state.
 #
 #   scripts/slurm/chain.sh COUNT SCRIPT [options of sbatch]
 #
-# When the training is complete or has failed for good, the rest of the chain ends at once, each
-# with one line (see RUNS/OVER in job.sh). Prints the numbers of the jobs.
+# When the training is complete or has failed for good, the remaining jobs end at once, each with a
+# line (see RUNS/OVER in job.sh). Prints the numbers of the jobs.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [[ $1 =~ ^[1-9][0-9]*$ ]] || [ ! -f "$2" ]; then
@@ -14,7 +15,7 @@ fi
 count=$1 script=$2
 shift 2
 
-# afterany, not afterok: a job that was lost or ended by its time limit is what the next one is for.
+# afterany, not afterok: a job must also continue after a job that was lost or reached its time limit.
 before=()
 for ((i = 0; i < count; i++)); do
     job=$(sbatch --parsable "${before[@]}" "$@" "$script")

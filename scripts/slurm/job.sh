@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Common functions of the batch scripts in this directory, which source it after setting:
+# Common functions of the batch scripts in this directory, which set these variables and source it:
 #
 #   SPARES                       number of nodes of the allocation that wait; the others train
 #   SMALLER                      other numbers of nodes that can train, the largest first; exported, as
 #                                SPARES is. The job after a loss of nodes starts with the remaining
-#                                ones: the largest of these numbers train, others are spares
+#                                nodes: the largest possible number trains, the others are spares
 #   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
 #   TRAINING                     array: the command after the "--" of `deadpool agent`
 #   SETTINGS                     array: --deadpool-* settings, may be empty
@@ -15,11 +15,11 @@
 # Their #SBATCH lines give NODES (--nodes without the spares), NOTICE_SECONDS (--signal: the time
 # before the limit at which the state is saved) and GPUS_PER_NODE, unless it is set.
 #
-# A job that finds an earlier one in RUNS continues from the newest state there. RUNS/OVER stops a
+# A job continues from the newest state in RUNS, if an earlier job has left any. RUNS/OVER stops a
 # chain: the training is complete, or has failed in a way that another job would only repeat.
 # Exit status: that of the run; 75 means that the next job of a chain continues.
 
-# A trap runs only when `wait` is interrupted, so every pause here is a wait.
+# bash runs a trap at once only during `wait`, so every pause here is a wait.
 nap() {
     sleep "$1" &
     wait $!
@@ -51,7 +51,7 @@ pretrain() {
 
 newest_state() {
     local latest newest=
-    # By time, not by number: job numbers start again, and a job may be started twice.
+    # Compare times, not numbers: job numbers start again, and a job may be started twice.
     for latest in "$RUNS"/*/latest.json; do
         if is_ours "$latest" && { [ -z "$newest" ] || [ "$latest" -nt "$newest" ]; }; then
             newest=$latest
@@ -82,14 +82,14 @@ run_training() {
     fi
     run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
     old=$(newest_state)
-    # A lost training starts at iteration 0 only with FROM_SCRATCH=1.
+    # A training whose state is lost starts again at iteration 0 only with FROM_SCRATCH=1.
     if [ -z "$old${FROM_SCRATCH:-}" ] && grep -qs '"kind": *"step"' "$RUNS"/*/events*.jsonl; then
         stop_chain "an earlier job has finished iterations, none has left a state to continue from"
         return 2
     fi
     say "run directory $run${old:+, continues from $old}"
 
-    # Created here, not by many nodes at once on a slow file system.
+    # Create the folder here, and not by many nodes at once on a slow file system.
     (umask 077 && mkdir -p "$run.logs") && is_ours "$run.logs" || {
         say "$run.logs is not of this user: have its owner remove it"
         return 2
@@ -101,7 +101,7 @@ run_training() {
         --nodes "$nodes" --spares "$((all - nodes))" --nproc-per-node "$GPUS_PER_NODE" \
         "${SETTINGS[@]}" -- "${TRAINING[@]}" &
     step=$!
-    # A node that hangs, but answers Slurm, keeps srun until the time limit.
+    # A node that hangs, but answers Slurm, would keep srun running until the time limit.
     patience=${DEADPOOL_STEP_SECONDS:-300}
     trap 'time_is_nearly_over "$run"' USR1
     trap 'say "TERM: the step ends"; kill -TERM "$step"' TERM
@@ -148,9 +148,9 @@ answer_nodes() {
     [ ! -e "$1/final.json" ] || [ -e "$1.logs/batch-host-knows" ] || touch "$1.logs/batch-host-knows"
 }
 
-# Change the waiting next job of the chain: it excludes the quarantined nodes, keeps its own --exclude,
-# and starts with as many nodes as this job has left. Repeated whenever the file of bad nodes changes,
-# as this job may end at any time, and at its end.
+# Change the waiting next job of the chain, so that it excludes the quarantined nodes, keeps its own
+# --exclude, and starts with as many nodes as this job has left. This is done whenever the file of bad
+# nodes changes, as this job may end at any time, and at the end of the run.
 prepare_next_job() {
     local noted=${1%/*}/bad-nodes.json over=$1/final.json seen=$1.logs/next-job-prepared
     local bad left job after given name
@@ -165,7 +165,7 @@ prepare_next_job() {
         [[ $after =~ :$SLURM_JOB_ID([^0-9]|$) ]] || continue
         [ "$given" != "(null)" ] || given=
         say "job $job, the next one, excludes ${bad:-no node}; $left nodes are left of this one"
-        # One by one: Slurm refuses a whole list with an unknown name.
+        # Add each name alone, as Slurm refuses a whole list with an unknown name.
         for name in ${bad//,/ }; do
             ! scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$name" ||
                 given=${given:+$given,}$name
@@ -175,7 +175,7 @@ prepare_next_job() {
     done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 
-# Whether a task of the step may be alive: Slurm may not answer for a while.
+# Succeeds if a task of the step may be alive, also while Slurm does not answer.
 nodes_are_there() {
     local steps
     steps=$(squeue -h -s -j "$SLURM_JOB_ID" -o %i) || return 0
@@ -194,7 +194,7 @@ judge() {
     echo "${line:-no verdict can be read}"
     # Without a verdict, the status is that of the command.
     if [[ $line == over,* && $status =~ ^([0-4]|76)$ ]]; then
-        rm -f "${run%/*}/OVER" # a link of that name leads elsewhere
+        rm -f "${run%/*}/OVER" # if it is a link, do not follow it
         (set -C && echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER")
     fi
     return "$status"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One per node, started by srun: runs the agent, and replaces the batch script if its host is lost.
+# srun starts this script on each node. It runs the agent, and acts for the batch script if the host of
+# that script is lost.
 #
 #   node.sh RUN NOTICE_SECONDS COMMAND...
 #
 # - Slurm's notice of the time limit reaches only the batch script, whose host may be lost. So each
 #   node watches the clock itself (Slurm 23.02 and later give the job's end; otherwise squeue).
 # - When the batch host is lost, the other nodes continue to train, but the job would hold its nodes
-#   until its time limit. So the nodes end it after the run.
+#   until its time limit. So the nodes end the job after the run.
 set -uo pipefail
 
 run=$1 notice=$2
@@ -30,11 +31,11 @@ save_in_time() {
     end=${SLURM_JOB_END_TIME:-$(job_end)}
     [ -n "$end" ] || return 0
     while true; do
-        # In turn, after the batch script's notice: the request of the first node suffices.
+        # The nodes act in turn, after the batch script's notice: the first request suffices.
         left=$((end - notice + 5 + SLURM_PROCID - $(date +%s)))
         [ "$left" -le 0 ] || sleep "$left"
         is_over && return 0
-        # The limit may have been extended meanwhile, and with it the batch script's notice.
+        # The time limit may have been extended, which also delays the batch script's notice.
         later=$(job_end)
         [ "${later:-0}" -gt "$end" ] || break
         end=$later
@@ -61,7 +62,7 @@ agent=$!
 trap 'kill -TERM "$agent" 2>/dev/null' TERM
 wait "$agent"
 status=$?
-# A trap ends the first wait, not the agent.
+# A signal ends the wait, but not the agent.
 while kill -0 "$agent" 2>/dev/null; do
     wait "$agent"
     status=$?

@@ -93,7 +93,7 @@ def test_the_page_loads_nothing_from_elsewhere():
 def drawn(
     page: serve.RunPage, status: dict[str, Any] | None, now: float, left: str = ""
 ) -> dict[str, Any]:
-    return page.to_dict(view(page.story, status, "R", now, left=left))
+    return page.to_dict(view(page.story, status, "R", now, remaining=left))
 
 
 def page_of(*losses: str, run: str = "run") -> serve.RunPage:

@@ -202,7 +202,7 @@ def shown(run: Synthetic, skew: float = 0.0) -> tuple[View, dict[str, dict[str, 
         run_directory = RunDirectory(RUN)
         facts = [
             line.text.strip()
-            for line in status_command.status_lines(run_directory, seen, every=True)
+            for line in status_command.status_lines(run_directory, seen, show_all=True)
         ]
         (survived,) = [line.rpartition(" ")[2] for line in facts if "failures survived" in line]
         found["status"] = {
@@ -224,7 +224,7 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.cli.common.time.time", lambda: now)
         patch.setattr(StatusPoller, "status", lambda _: status)
-        follower._poll_status(is_long=True)
+        follower._poll_status(is_long_silence=True)
     (line,) = outputs
     first, _, to_do = line.split("  ", 1)[1].partition(". To do: ")
     title, _, iteration = first.rpartition("; iteration ")
@@ -234,7 +234,7 @@ def watched(status: Mapping[str, Any], story: Story, now: float) -> dict[str, An
 def hold(run: Synthetic, skew: float = 0.0) -> View:
     seen, found = shown(run, skew)
     story = seen.story
-    failures = [failure for failure in story.shown if not failure.planned]
+    failures = [failure for failure in story.all_failures if not failure.planned]
     is_open = seen.status is not None and seen.status["epoch"] and seen.state is not State.OVER
     no_epoch = seen.status is None or seen.exposed is None
     expected = {

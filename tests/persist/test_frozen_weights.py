@@ -20,7 +20,7 @@ def never(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def name_of(tensors: frozen_file.Named) -> str:
+def name_of(tensors: frozen_file.NamedTensors) -> str:
     return frozen_file.name_of(tensors, never)
 
 

@@ -1,1 +1,1 @@
-"""Commands to a run that continues. status: its state. client: requests that change it."""
+"""Commands to a live run: ``status`` shows its state, ``client`` sends requests that change it."""

@@ -30,10 +30,11 @@ from deadpool_megatron.settings import SchemeKind
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 5
 _POLL_SECONDS = 0.3
-# A stop that the journal did not record is unknown to a coordinator after a takeover.
+# A stop is sent again: after a takeover, the coordinator does not know a stop that the journal
+# did not record.
 _REPEAT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
-# Within this time, by default settings, a standby follows a coordinator that has just died.
+# With default settings a standby has taken over from a dead coordinator within this time.
 _TAKEOVER_SECONDS = 10.0
 _KILL = "kill"
 _KILL_DESCRIPTION = "Sends a signal to processes of a run, to see how it recovers."
@@ -61,7 +62,7 @@ examples:
   deadpool persist RUN                        into --deadpool-persist-directory, or RUN/exports
   deadpool persist RUN /shared/before-update --wait 600
 """
-# Printed for an accepted request without --wait, with the request's values.
+# Texts for an accepted request without --wait; the request's values are filled in.
 _ACCEPTED = {
     Verb.DRAIN: "node {node} leaves as soon as a spare can take its roles",
     Verb.PROTECT: "from the next protected iteration on: {words}",
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the request. Raises CommandError."""
+    """Return the values of the request. Raises CommandError for invalid arguments."""
     match args.subcommand:
         case Verb.DRAIN:
             return {"node": args.node}
@@ -174,43 +175,44 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 def _request(
     args: argparse.Namespace, verb: Verb, values: Mapping[str, Any], display: Display
 ) -> str | None:
-    """Send the request until it is accepted, with --wait until it has ended; the display shows its
-    stage. Return the outcome; None if it has not ended in time. Raises CommandError.
+    """Send the request until it is accepted, with --wait until it is done, and show its stage on
+    the display. Return a line with the outcome; None if the request is not done in time. Raises
+    CommandError, in particular RequestRefused.
     """
     run, start = RunDirectory(args.run_dir), time.monotonic()
     limit = start + (0.0 if args.wait is None else args.wait)
     accept_limit = start + _TAKEOVER_SECONDS if args.wait is None else limit
     message = {"command": str(verb), "token": secrets.token_hex(8), **values}
-    known: Request | None = None
+    entry: Request | None = None
     is_reported = False
     while True:
         if verb is Verb.STOP and args.within is not None:
             message["seconds"] = max(0.0, args.within - (time.monotonic() - start))
         try:
-            known = Request.from_dict(common.ask(run, message)["request"])
+            entry = Request.from_dict(common.ask(run, message)["request"])
         except RunNotReachable as error:
-            # An accepted request is repeated to the standby that takes over, which may not know it.
-            # Before that, retry only as long as another coordinator may come.
+            # An accepted request is always sent again: a standby that takes over may not know it.
+            # Before the acceptance, retry only while another coordinator may take over.
             is_over = run.final.exists()
             may_come = isinstance(error, common.NotNow) or cleanup.may_be_alive(run)
-            if known is None and not (is_over and verb is Verb.STOP and args.wait is not None):
+            if entry is None and not (is_over and verb is Verb.STOP and args.wait is not None):
                 if is_over or not may_come or time.monotonic() > accept_limit:
                     raise
                 if not is_reported:
                     display.line(f"deadpool {verb}: {error}; tried again")
                 is_reported = True
-        if known is not None:
-            if known.stage is Stage.REFUSED:
-                raise RequestRefused(known.reason)
-            if known.stage is Stage.FAILED:
-                raise common.DumpFailed(known.reason)
-            if not known.is_open and verb is not Verb.STOP:
-                return f"{known.describe()}: done{f': {known.reason}' if known.reason else ''}"
+        if entry is not None:
+            if entry.stage is Stage.REFUSED:
+                raise RequestRefused(entry.reason)
+            if entry.stage is Stage.FAILED:
+                raise common.DumpFailed(entry.reason)
+            if not entry.is_open and verb is not Verb.STOP:
+                return f"{entry.describe()}: done{f': {entry.reason}' if entry.reason else ''}"
             if args.wait is None:
-                return _ACCEPTED[verb].format(**known.content)
-            display.status(known.to_line())
+                return _ACCEPTED[verb].format(**entry.content)
+            display.status(entry.to_line())
         repeat_at = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _POLL_SECONDS)
-        repeat_at = min(repeat_at, accept_limit if known is None else limit)
+        repeat_at = min(repeat_at, accept_limit if entry is None else limit)
         while time.monotonic() < repeat_at and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
@@ -218,8 +220,8 @@ def _request(
             if verb is not Verb.STOP:
                 raise RequestRefused(f"the run is {line}")
             return line
-        if known is not None and time.monotonic() >= limit:
-            state = f"{known.stage}{f', {known.reason}' if known.reason else ''}; it continues"
+        if entry is not None and time.monotonic() >= limit:
+            state = f"{entry.stage}{f', {entry.reason}' if entry.reason else ''}; it continues"
             if verb is Verb.STOP:
                 state = f"the run in {args.run_dir} did not end"
             display.line(f"deadpool {verb}: not done within {args.wait:g} s: {state}")
@@ -227,7 +229,7 @@ def _request(
 
 
 def final_line(run: RunDirectory) -> str:
-    """Return the end of a run, and its remaining memory, in a line."""
+    """Return a line with the result of a run, and its remaining memory on this host."""
     final = run.read_final()
     reason = f": {final['reason']}" if final["reason"] else ""
     line = f"over, exit status {final['exit_status']}{reason}; {final['iterations']} iterations"
@@ -235,7 +237,7 @@ def final_line(run: RunDirectory) -> str:
 
 
 def _kill(args: argparse.Namespace) -> str:
-    """Have the signal sent; return a line with its target. Raises CommandError."""
+    """Have the coordinator send the signal; return a line with the target. Raises CommandError."""
     numbers = {part: getattr(args, part) for part in PARTS if part != "coordinator"}
     given = {part: number for part, number in numbers.items() if number is not None}
     part, number = next(iter(given.items()), ("coordinator", None))

@@ -22,9 +22,9 @@ from deadpool_megatron.observe.narration import Line, count
 from deadpool_megatron.observe.story import Interruption
 from deadpool_megatron.observe.view import View, view
 
-_SHOWN_FAILURES = 3
-# Groups of roles with the same activity.
-_SHOWN_GROUPS = 8
+_MAX_FAILURES = 3
+# A group is the roles with the same activity.
+_MAX_GROUPS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         status, final = None, directory.read_final()
     story = read_recent(directory.path)
     try:
-        seen = view(story, status, directory.path, time.time(), final=final)
+        run_view = view(story, status, directory.path, time.time(), final=final)
         if args.json:
-            print(json.dumps(_to_dict(seen)))
+            print(json.dumps(_to_dict(run_view)))
             return 0
-        lines = status_lines(directory, seen, every=args.all)
+        lines = status_lines(directory, run_view, show_all=args.all)
     except DAMAGE as error:
         raise common.CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
@@ -72,89 +72,91 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to_dict(seen: View) -> dict[str, Any]:
-    """Return the coordinator's answer, or the result, with the facts of the events."""
-    story = seen.story
-    final = {k: seen.final.get(k) for k in ("exit_status", "reason", "iterations")}
-    # Failures under all coordinators; the present one knows only its own.
-    failures = [failure_to_dict(failure, seen) for failure in story.shown[-_SHOWN_FAILURES:]]
+def _to_dict(run_view: View) -> dict[str, Any]:
+    """Return the coordinator's answer, or the result of the run if it is over, with facts from the
+    events."""
+    story = run_view.story
+    final = {k: run_view.final.get(k) for k in ("exit_status", "reason", "iterations")}
+    # The events have the failures under all coordinators, the answer only those under the present.
+    failures = [failure_to_dict(each, run_view) for each in story.all_failures[-_MAX_FAILURES:]]
     waiting = None if story.waiting is None else dict(story.waiting.data)
-    known = {"phase": "over", **final} if seen.status is None else seen.status
-    texts = {"state": seen.state, "title": seen.title, "to_do": seen.to_do}
+    known = {"phase": "over", **final} if run_view.status is None else run_view.status
+    texts = {"state": run_view.state, "title": run_view.title, "to_do": run_view.to_do}
     return {**known, **texts, "failures": failures, "waiting": waiting}
 
 
-def status_lines(run: RunDirectory, seen: View, *, every: bool) -> list[Line]:
-    story, status = seen.story, seen.status
+def status_lines(run: RunDirectory, run_view: View, *, show_all: bool) -> list[Line]:
+    story, status = run_view.story, run_view.status
     failures = [
         Line(
             f"  {narration.describe_when(failure)} {narration.label(failure, story.hosts)}"
             f"{_cost(failure)}",
             "" if failure.planned else "red",
         )
-        for failure in story.shown[-_SHOWN_FAILURES:]
+        for failure in story.all_failures[-_MAX_FAILURES:]
     ]
-    if earlier := len(story.shown) - len(failures):
+    if earlier := len(story.all_failures) - len(failures):
         failures.insert(0, Line(f"  {earlier} earlier: deadpool report"))
     styles = {"good": "bold green", "bad": "bold red"}
-    style = styles.get(seen.look, "bold yellow")
-    advice = [Line(f"  to do: {seen.to_do}", "yellow")] if seen.to_do else []
+    style = styles.get(run_view.look, "bold yellow")
+    advice = [Line(f"  to do: {run_view.to_do}", "yellow")] if run_view.to_do else []
     if status is None:
         return [Line(final_line(run), style), *advice, *failures]
-    pace = narration.describe_progress(story, seen.until)
-    first = f"{seen.title}; iteration {seen.iteration}{pace and f' ({pace})'}"
-    first += f"; epoch {status['epoch']}"
-    uses = {int(node): known["use"] for node, known in status["nodes"].items()}
+    pace = narration.describe_progress(story, run_view.until)
+    headline = f"{run_view.title}; iteration {run_view.iteration}{pace and f' ({pace})'}"
+    headline += f"; epoch {status['epoch']}"
+    uses = {int(node): facts["use"] for node, facts in status["nodes"].items()}
     drained = in_short([node for node, use in uses.items() if use == NodeUse.DRAINED])
     lines = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}{drained and f' (drained, used last: {drained})'};"
         f" failures survived: {story.survived}",
-        *(f"  {name}: {text}" for name, text in common.facts(seen, status)),
+        *(f"  {name}: {text}" for name, text in common.facts(run_view, status)),
     ]
     problems = [f"  node {node}: {text}" for node, text in narration.node_troubles(status)]
-    for role, known in status["roles"].items() if every else ():
-        lines.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_activity(known)}")
-    for node, known in status["nodes"].items():
-        if every:
-            protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-            lines.append(f"  node {node}, {known['use']}: {known['host']} {protection}")
-        if known["restarts"]:
-            lines.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
+    for role, facts in status["roles"].items() if show_all else ():
+        lines.append(f"  role {role:>3}: {process_name(*facts['seat'])}, {_activity(facts)}")
+    for node, facts in status["nodes"].items():
+        if show_all:
+            protection = "  ".join(f"{k}={v}" for k, v in sorted(facts["vault"].items()))
+            lines.append(f"  node {node}, {facts['use']}: {facts['host']} {protection}")
+        if facts["restarts"]:
+            lines.append(f"  node {node}: {count(facts['restarts'], 'restart')} of its processes")
     events = status["events"]
     if events["trouble"] or events["dropped"]:
-        wait = f"{count(seen.events_waiting, 'event')} wait in memory"
+        wait = f"{count(run_view.events_waiting, 'event')} wait in memory"
         lost = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
         problems.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
     if status["diverged"]:
         problems.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
-    # Heartbeats are slightly older than the newest iteration.
+    # The headline's iteration is newer than these heartbeats.
     beats = Line("  roles, by their last heartbeats:")
-    roles = [] if every else [beats, *summary_of_roles(status["roles"])]
+    roles = [] if show_all else [beats, *summary_of_roles(status["roles"])]
     yellow = (Line(text, "yellow") for text in problems)
-    return [Line(first, style), *advice, *map(Line, lines), *roles, *failures, *yellow]
+    return [Line(headline, style), *advice, *map(Line, lines), *roles, *failures, *yellow]
 
 
-def _activity(known: Mapping[str, Any]) -> str:
-    entered, iteration = known["waiting"], known["iteration"]
+def _activity(facts: Mapping[str, Any]) -> str:
+    entered, iteration = facts["waiting"], facts["iteration"]
     wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
-    return f"{known['section']}{'' if iteration is None else f' {iteration}'}{wait}"
+    return f"{facts['section']}{'' if iteration is None else f' {iteration}'}{wait}"
 
 
 def summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
-    """Return a line for each group of roles with the same activity; late roles come first."""
+    """Return a line for each group of roles with the same activity, late groups first; above the
+    limit, the number of groups that are left out."""
     groups: dict[tuple[int, str], list[int]] = {}
-    for role, known in roles.items():
-        key = (-1 if known["iteration"] is None else known["iteration"], _activity(known))
+    for role, facts in roles.items():
+        key = (-1 if facts["iteration"] is None else facts["iteration"], _activity(facts))
         groups.setdefault(key, []).append(int(role))
     lines = []
-    for (iteration, activity), found in sorted(groups.items()):
-        # Heartbeats of synchronous roles may differ by an iteration.
+    for (iteration, activity), members in sorted(groups.items()):
+        # Roles in step may differ by an iteration, as their heartbeats have different times.
         late, style = ("  late: ", "yellow") if iteration + 1 < max(groups)[0] else ("  ", "")
-        nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
-        lines.append(Line(f"{late}roles {in_short(found)} (nodes {nodes}): {activity}", style))
-    if (left := len(lines) - _SHOWN_GROUPS) > 0:
-        lines[_SHOWN_GROUPS:] = [Line(f"  and {left} more kinds: --all")]
+        nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in members}))
+        lines.append(Line(f"{late}roles {in_short(members)} (nodes {nodes}): {activity}", style))
+    if (hidden := len(lines) - _MAX_GROUPS) > 0:
+        lines[_MAX_GROUPS:] = [Line(f"  and {hidden} more kinds: --all")]
     return lines
 
 

@@ -1,5 +1,4 @@
-"""Commands before a run.
-
-support: would it be protected? plan: can it hold? check: is this host fit? bad_nodes: quarantined
-hosts. gpu_health: does a GPU fail? patch: marks the functions of Megatron-LM.
+"""Commands before a run. ``support`` judges a command line, ``plan`` computes memory and traffic,
+``check`` examines this host, ``bad_nodes`` shows quarantined hosts, ``gpu_health`` looks for broken
+GPUs, and ``patch`` adds the hooks to a checkout of Megatron-LM.
 """

@@ -41,15 +41,15 @@ def run(args: argparse.Namespace) -> int:
             count = bad_nodes.forget_host(args.runs, args.forget)
             print(f"{count} entries of {args.forget} removed")
             return 0
-        known = bad_nodes.read_bad_nodes(args.runs)
+        entries = bad_nodes.read_bad_nodes(args.runs)
     except ValueError as error:
         raise CommandError(str(error)) from error
     since = time.time() - args.hours * 3600
-    hosts = bad_nodes.recent_hosts(known, since, MAX_EXCLUDED)
+    hosts = bad_nodes.recent_hosts(entries, since, MAX_EXCLUDED)
     if args.names:
         print(",".join(hosts))
         return 0
-    recent = [entry for entry in known if entry.host in hosts and entry.wall_seconds >= since]
+    recent = [entry for entry in entries if entry.host in hosts and entry.wall_seconds >= since]
     for entry in recent:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.wall_seconds))
         print(f"{when}  {entry.host}  {entry.kind}  run {entry.run}: {entry.evidence}")

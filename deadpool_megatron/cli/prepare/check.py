@@ -60,29 +60,29 @@ def run(args: argparse.Namespace) -> int:
     needs = Needs(nodes=1, shm_bytes=0 if plan is None else plan.busiest("memory_bytes")[1])
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:
-        os.scandir(args.runs).close()  # a slip in the name is not an empty answer
+        os.scandir(args.runs).close()  # a misspelt directory is an error, not an empty answer
         common.warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     common.check_platform()
-    found = [defect.text for defect in problems(facts, needs)]
+    texts = [defect.text for defect in problems(facts, needs)]
     if facts.health_text.startswith(NOT_CHECKED):
-        found.append(f"--health-command: {facts.health_text}")
+        texts.append(f"--health-command: {facts.health_text}")
     if args.json:
-        answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}
+        answer = {"ok": not texts, "facts": facts.to_dict(), "problems": texts}
         print(json.dumps(answer, allow_nan=False))
     else:
-        print("\n".join(describe_host(facts, found)))
-    return _NOT_GOOD if found else 0
+        print("\n".join(describe_host(facts, texts)))
+    return _NOT_GOOD if texts else 0
 
 
 def judged_nodes(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the judgement of each node from the events of a run, by node."""
-    found = {e.node: dict(e.data) for e in events if e.kind is Kind.NODE_JUDGED}
-    return [{"node": node, **data} for node, data in sorted(found.items())]
+    """Return the last judgement of each node among the events of a run, in the order of nodes."""
+    judgements = {e.node: dict(e.data) for e in events if e.kind is Kind.NODE_JUDGED}
+    return [{"node": node, **data} for node, data in sorted(judgements.items())]
 
 
 def show(nodes: Sequence[Mapping[str, Any]], problem: str, wanted: int) -> None:
-    """Print a table of :func:`judged_nodes`, and whether ``wanted`` of them are good."""
+    """Print a table of :func:`judged_nodes`, and ``problem`` or that ``wanted`` nodes can train."""
     rows = [_row(entry) for entry in nodes]
     print("\n".join([*common.table(_HEADER, rows), *_remarks(nodes, problem, wanted)]))
 
@@ -154,7 +154,7 @@ def _advice(nodes: Sequence[Mapping[str, Any]]) -> str:
     names = [
         (entry["facts"]["hostname"], entry["standing"]) for entry in nodes if entry.get("facts")
     ]
-    # If all nodes are on one host, no host can be excluded.
+    # Several nodes may be on one host: a host with a good node is not excluded.
     good = {name for name, standing in names if standing == Eligibility.GOOD}
     if bad := sorted({name for name, _ in names} - good):
         return f": mend what is named above, or take others (sbatch --exclude={','.join(bad)})"

@@ -41,7 +41,8 @@ _OPTIONS = {"apply": (), "check": ("--check",), "revert": ("--reverse",)}
 
 @dataclass(frozen=True)
 class PatchSet:
-    """The patches of a release: the hash of each file without them, and with them if patched."""
+    """The patches of a release. ``hashes``: for each file the hash in the release, and the hash
+    with the patches, None if they do not change the file."""
 
     directory: Path
     hashes: dict[str, tuple[str, str | None]]
@@ -67,14 +68,15 @@ class Tree:
 
     @property
     def state(self) -> str:
-        """``released``, ``patched``, ``half-patched``, or ``unknown`` when a file is neither."""
+        """``released``, ``patched``, ``half-patched``, or ``unknown`` if a file that the patches
+        change is neither released nor patched."""
         states = {self.files[name] for name in self.patched_files}
         if not states <= {_RELEASED, _PATCHED}:
             return "unknown"
         return "half-patched" if len(states) > 1 else states.pop()
 
     def files_not(self, wanted: str) -> list[str]:
-        """The patched files that are in another state."""
+        """The files that the patches change and that are not in the state ``wanted``."""
         return [name for name in self.patched_files if self.files[name] != wanted]
 
 
@@ -114,25 +116,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _change(tree: Tree, action: str) -> str:
-    """Patch or revert the tree, or with ``check`` test whether it can be patched; return a line."""
-    # A revert restores the patched files, whatever other files have been edited since.
+    """Patch or revert the tree, or with ``check`` test whether it can be patched; return a line.
+    Raises CommandError."""
+    # A revert only touches the patched files, so edits of other files do not prevent it.
     reverts = action == "revert"
     reason = _refusal(tree, tree.patched_files) if reverts else _refusal_to_apply(tree)
     if reason is not None:
         raise CommandError(reason)
     tag, wanted = tree.patch_set.tag, _RELEASED if reverts else _PATCHED
-    left = tree.files_not(wanted)
-    if not left:
+    names = tree.files_not(wanted)
+    if not names:
         return f"nothing to do: {tree.root} is {wanted} already ({tag})"
-    _git_apply(tree, left, _OPTIONS[action])
+    _git_apply(tree, names, _OPTIONS[action])
     if action == "check":
-        return f"can be applied: {count(len(left), 'file')} of {tree.root} to patch ({tag})"
-    if wrong := _read_tree(tree.root, [tree.patch_set]).files_not(wanted):
+        return f"can be applied: {count(len(names), 'file')} of {tree.root} to patch ({tag})"
+    if failed := _read_tree(tree.root, [tree.patch_set]).files_not(wanted):
         raise CommandError(
-            f"the patches in {tree.patch_set.directory} do not make {wrong[0]} what their table of"
+            f"the patches in {tree.patch_set.directory} do not make {failed[0]} what their table of"
             " hashes says: install the package again"
         )
-    return f"{count(len(left), 'file')} of {tree.root} {wanted} now ({tag})"
+    return f"{count(len(names), 'file')} of {tree.root} {wanted} now ({tag})"
 
 
 def _status(tree: Tree) -> str:
@@ -154,7 +157,7 @@ def patch_roots() -> list[Path]:
 
 
 def find_patch_sets() -> list[PatchSet]:
-    """Return the patch sets of the first directory with any. Raises CommandError."""
+    """Return the patch sets of the first directory that has any. Raises CommandError."""
     for root in patch_roots():
         if tables := sorted(root.glob(f"*/{_HASHES}")):
             return [_read_patch_set(path) for path in tables]
@@ -171,21 +174,21 @@ def _read_patch_set(path: Path) -> PatchSet:
 
 
 def _read_tree(root: Path, patch_sets: Iterable[PatchSet]) -> Tree:
-    """Return the tree with the patch set that knows most of its files. Raises CommandError if
-    ``root`` is no tree of Megatron-LM.
+    """Return the tree with the patch set that recognizes the most of its files. Raises CommandError
+    if ``root`` is no tree of Megatron-LM.
     """
     if not root.is_dir():
         problem = "is not a directory" if root.exists() else "does not exist"
         raise CommandError(f"{root} {problem}: name a checkout of Megatron-LM")
 
-    def known(tree: Tree) -> int:
+    def count_recognized(tree: Tree) -> int:
         return sum(state in (_RELEASED, _PATCHED) for state in tree.files.values())
 
     trees = [
         Tree(root, each, {name: _state(root / name, *pair) for name, pair in each.hashes.items()})
         for each in patch_sets
     ]
-    best = max(trees, key=known)
+    best = max(trees, key=count_recognized)
     if {best.files[name] for name in best.patched_files} == {_MISSING}:
         name = best.patched_files[0]
         raise CommandError(f"{root} is not a checkout of Megatron-LM: it has no {name}")
@@ -201,7 +204,7 @@ def _state(path: Path, released: str, patched: str | None) -> str:
 
 
 def _refusal_to_apply(tree: Tree) -> str | None:
-    # A tree of another release differs in many files; the version file explains it best.
+    # Many files of another release differ; name the version file first, as it explains the reason.
     return _refusal(tree, sorted(tree.files, key=lambda name: name != _VERSION_FILE))
 
 
@@ -217,18 +220,18 @@ def _refusal(tree: Tree, names: Iterable[str]) -> str | None:
 
 
 def _git_apply(tree: Tree, names: Iterable[str], options: Iterable[str]) -> None:
-    # Inside a repository git silently skips files outside of the current directory, and obeys the
-    # user's settings. Without repository and settings it does neither.
+    # Hide the repository and the user's settings from git: in a repository, git silently skips
+    # files outside of the current directory, and the settings could change its behaviour.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
-    alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    # As a single patch: given several files, git applies some before it stops at an error.
+    isolated = {"GIT_DIR": os.devnull, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    # Pass a single patch: of several, git applies some before it stops at an error.
     diff = b"".join(path.read_bytes() for path in sorted(tree.patch_set.directory.glob("*.patch")))
     included = [f"--include={name}" for name in names]
     try:
         done = subprocess.run(
             ["git", "apply", "--whitespace=nowarn", *options, *included, "-"],
             cwd=tree.root,
-            env={**environment, **alone, "LC_ALL": "C"},
+            env={**environment, **isolated, "LC_ALL": "C"},
             input=diff,
             capture_output=True,
             timeout=_GIT_SECONDS,

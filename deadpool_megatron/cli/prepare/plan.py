@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     name = str(args.file or args.args)
     try:
         story = None if args.run is None else read_story(args.run)
-        plan = read_plan(args.file, [*args.set, *_measured(story)], _given(args))
+        plan = read_plan(args.file, [*args.set, *_overrides(story)], _arg_sections(args))
         try:
-            found = assess(plan)
+            assessment = assess(plan)
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from error
     except (PlanError, ResultError) as error:
@@ -85,16 +85,16 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     swap, source = _swap(story)
     tokens = [] if args.args is None else args.args.read_text("utf-8").split()
-    about = plan.cluster.nodes * plan.cluster.gpus_per_node, plan.cluster.gpus_per_node
-    replicas = sizes_of_command(tokens, *about, plan.protection.scheme).replicas if tokens else ()
+    gpus = plan.cluster.nodes * plan.cluster.gpus_per_node, plan.cluster.gpus_per_node
+    replicas = sizes_of_command(tokens, *gpus, plan.protection.scheme).replicas if tokens else ()
     shares = _training_shares(plan, replicas)
     if args.json:
-        answer = {"ok": True, "file": name, **found.to_dict(), "swap_seconds": swap}
+        answer = {"ok": True, "file": name, **assessment.to_dict(), "swap_seconds": swap}
         print(json.dumps({**answer, "training_shares": shares}, allow_nan=False))
         return 0
-    print("\n".join(_describe(name, found, f"{swap:.1f} s{source}")))
+    print("\n".join(_describe(name, assessment, f"{swap:.1f} s{source}")))
     if tokens:
-        print(describe(tokens, *about, plan.protection.scheme))
+        print(describe(tokens, *gpus, plan.protection.scheme))
     if shares:
         print("\n".join(_availability(plan, shares)))
     if args.file is None:
@@ -103,8 +103,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the sections of ``--args``. Raises PlanError without a file and arguments."""
+def _arg_sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the sections of a plan that ``--args`` and ``--nodes`` give. Raises PlanError for a
+    combination of options without a meaning, or if the file cannot be read."""
     if args.args is None and args.nodes is not None:
         raise PlanError("--nodes belongs to --args: a FILE has its own")
     if args.args is not None and args.nodes is not None:
@@ -117,8 +118,9 @@ def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _measured(story: Story | None) -> list[str]:
-    """Return overrides with the run's step time. Raises PlanError if it has too few steps."""
+def _overrides(story: Story | None) -> list[str]:
+    """Return overrides with the median step time of the run, none without a run. Raises PlanError
+    if the run has too few steps."""
     if story is None:
         return []
     if not (steps := story.step_seconds()):
@@ -129,7 +131,7 @@ def _measured(story: Story | None) -> list[str]:
 
 
 def _swap(story: Story | None) -> tuple[float, str]:
-    """Return the seconds that a lost node costs, and their source if it is a run."""
+    """Return the seconds that a lost node costs, and a text if they were measured in the run."""
     failures = () if story is None else story.failures
     if seconds := [each.seconds for each in failures if each.seconds and not each.planned]:
         return statistics.median(seconds), " in the run"
@@ -137,8 +139,9 @@ def _swap(story: Story | None) -> tuple[float, str]:
 
 
 def _training_shares(plan: Plan, replicas: Sequence[int]) -> list[list[float]]:
-    """Return, by number of spares, the share of node hours that train with the full number of
-    model replicas only, and with all of ``replicas``; empty for a single number."""
+    """Return for each number of spares the share of node hours that train: if the run needs all
+    model replicas, and if it can continue with each number in ``replicas``. Return nothing for a
+    single number of replicas."""
     cluster = plan.cluster
     live_share = cluster.failure_hours / (cluster.failure_hours + cluster.repair_hours)
     return [
@@ -152,7 +155,7 @@ def _training_shares(plan: Plan, replicas: Sequence[int]) -> list[list[float]]:
 
 def _availability(plan: Plan, shares: list[list[float]]) -> list[str]:
     hours = f"{plan.cluster.failure_hours:g} h, and is back after {plan.cluster.repair_hours:g} h"
-    rows = [(str(n), *(f"{share:.3f}" for share in of)) for n, of in enumerate(shares)]
+    rows = [(str(n), *(f"{share:.3f}" for share in pair)) for n, pair in enumerate(shares)]
     return [
         "",
         f"Share of the hours of all nodes that train, if each fails every {hours}",
@@ -160,42 +163,43 @@ def _availability(plan: Plan, shares: list[list[float]]) -> list[str]:
     ]
 
 
-def _describe(name: str, found: Assessment, swap: str) -> list[str]:
-    memory = [(title, *map(size, found.busiest(field))) for title, field in _NODE_ROWS]
+def _describe(name: str, assessment: Assessment, swap: str) -> list[str]:
+    memory = [(title, *map(size, assessment.busiest(field))) for title, field in _NODE_ROWS]
     return [
-        *_headline(name, found),
+        *_headline(name, assessment),
         "",
         "Memory and traffic of a node",
         *table(("", "mean", "largest"), memory),
         "",
         "One step",
-        *_time_table(found),
+        *_time_table(assessment),
         f"  measured with gloo on CPUs (docs/figures.md): a step takes {OVERHEAD_SHARE:.0%} more, a"
         f" lost node {swap}",
         "",
-        f"verdict: {found.verdict()}",
+        f"verdict: {assessment.verdict()}",
     ]
 
 
-def _headline(name: str, found: Assessment) -> list[str]:
-    parallel, cluster, protection = found.plan.parallel, found.plan.cluster, found.plan.protection
+def _headline(name: str, assessment: Assessment) -> list[str]:
+    plan, placement = assessment.plan, assessment.placement
+    parallel, cluster, protection = plan.parallel, plan.cluster, plan.protection
     sizes = (("tp", parallel.tp), ("cp", parallel.cp), ("ep", parallel.ep), ("pp", parallel.pp))
-    shown = "".join(f"{key} {value} x " for key, value in sizes if value > 1)
-    domains = len(set(found.placement.topology.domains.values()))
-    survived = count(losses_survived(shards.settings_of(found.plan)), "lost node")
-    scheme = format_scheme(shards.protection_plan(found.plan).scheme)
+    split = "".join(f"{key} {value} x " for key, value in sizes if value > 1)
+    domains = len(set(placement.topology.domains.values()))
+    survived = count(losses_survived(shards.settings_of(plan)), "lost node")
+    scheme = format_scheme(shards.protection_plan(plan).scheme)
     return [
-        f"{name}: {shards.total_parameters(found.plan.model) / 1e9:.1f} B parameters,"
-        f" {len(found.placement.roles)} roles ({shown}dp {parallel.dp})",
+        f"{name}: {shards.total_parameters(plan.model) / 1e9:.1f} B parameters,"
+        f" {len(placement.roles)} roles ({split}dp {parallel.dp})",
         f"  {count(cluster.nodes, 'node')} of {count(cluster.gpus_per_node, 'GPU')},"
         f" {count(cluster.spares, 'spare')}, {count(domains, 'failure domain')}",
         f"  {scheme} for {survived}, every {count(protection.cadence, 'step')}, lag"
-        f" {protection.max_lag}, {shards.slots_of(found.plan)} slots",
+        f" {protection.max_lag}, {shards.slots_of(plan)} slots",
     ]
 
 
-def _time_table(found: Assessment) -> list[str]:
-    times, lost = found.timing, found.lost_steps
+def _time_table(assessment: Assessment) -> list[str]:
+    times, lost = assessment.timing, assessment.lost_steps
     rows = [
         ("copy to host memory (PCIe)", times.copy_seconds),
         ("checksum", times.checksum_seconds),
@@ -205,9 +209,9 @@ def _time_table(found: Assessment) -> list[str]:
         ("window", times.window_seconds),
         ("step", times.step_seconds),
     ]
-    shown = [(title, f"{value:.3f}", f"{value / times.step_seconds:.1%}") for title, value in rows]
+    cells = [(title, f"{value:.3f}", f"{value / times.step_seconds:.1%}") for title, value in rows]
     return [
-        *table(("", "seconds", "of the step"), shown),
+        *table(("", "seconds", "of the step"), cells),
         f"  RPO: at most {count(lost, 'step')}, {lost * times.step_seconds:.1f} s, computed again"
         " after a loss",
     ]
@@ -219,7 +223,7 @@ def _keys() -> list[str]:
         lines.append(f"  {section}: {(cls.__doc__ or '').splitlines()[0]}")
         for entry in dataclasses.fields(cls):
             default = entry.default
-            given = default is not dataclasses.MISSING and default is not None
-            shown = f" (default: {str(default).lower()})" if given else ""
-            lines.append(f"    {entry.name:<26} {entry.metadata['help']}{shown}")
+            has_default = default is not dataclasses.MISSING and default is not None
+            text = f" (default: {str(default).lower()})" if has_default else ""
+            lines.append(f"    {entry.name:<26} {entry.metadata['help']}{text}")
     return lines

@@ -68,20 +68,20 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("give either --batch FILE, or -- and the script with its arguments")
     tokens = [
         token
-        for given in args.command
-        for token in (Path(given[1:]).read_text().split() if given[:1] == "@" else [given])
+        for word in args.command
+        for token in (Path(word[1:]).read_text().split() if word[:1] == "@" else [word])
     ]
     cases = _read(args.batch) if args.batch else [_Case("", tokens, os.environ)]
-    judged = _judge(cases, args.megatron)
+    judgements = _judge(cases, args.megatron)
     if args.json:
-        for case, found in zip(cases, judged, strict=True):
-            print(json.dumps(_as_object(case, found)))
+        for case, judgement in zip(cases, judgements, strict=True):
+            print(json.dumps(_as_object(case, judgement)))
     elif args.batch:
-        _print_table(cases, judged)
+        _print_table(cases, judgements)
     else:
-        _print_case(judged[0])
-    stopped = not args.batch and findings.refusal(judged[0])
-    return ExitStatus.BAD_INPUT if stopped else 0
+        _print_case(judgements[0])
+    is_refused = not args.batch and findings.refusal(judgements[0])
+    return ExitStatus.BAD_INPUT if is_refused else 0
 
 
 def _read(path: Path) -> list[_Case]:
@@ -106,18 +106,18 @@ def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[SupportFindin
     version = tree_version(tree)
     if tree is not None and not version:
         raise CommandError(f"{tree} is not a checkout of Megatron-LM")
-    parsed = [None for _ in cases] if tree is None else _parsed(cases, tree)
+    parsed = [None for _ in cases] if tree is None else _parse(cases, tree)
     return [
         findings.judge(case.command, args, version)
-        # The variables have no effect without NCCL.
+        # Gloo ignores the variables that are judged.
         + ([] if "gloo" in case.command else findings.judge_environment(case.environment))
         for case, args in zip(cases, parsed, strict=True)
     ]
 
 
-def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
-    """Return the arguments that the parser of ``tree`` reads from each case, None if it refuses.
-    Raises CommandError with the parser's reason if there is a single case."""
+def _parse(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
+    """Return the arguments that the parser of ``tree`` reads from each case, None for a case that
+    it refuses. A refusal of a single case raises CommandError with the parser's reason."""
     parser = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parser"]
     lines = "".join(json.dumps(list(case.command[1:])) + "\n" for case in cases)
     try:
@@ -129,57 +129,57 @@ def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | Non
     if done.returncode != 0:
         text = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise CommandError(f"the parser of {tree} cannot be had: {text}; leave --megatron out")
-    found = list(map(json.loads, done.stdout.splitlines()))
-    if len(cases) == 1 and (reason := found[0].get("refused")):
+    answers = list(map(json.loads, done.stdout.splitlines()))
+    if len(cases) == 1 and (reason := answers[0].get("refused")):
         raise CommandError(f"the parser of {tree} takes it not: {reason}")
-    return [None if "refused" in each else argparse.Namespace(**each) for each in found]
+    return [None if "refused" in each else argparse.Namespace(**each) for each in answers]
 
 
-def _as_object(case: _Case, found: Sequence[SupportFinding]) -> dict[str, Any]:
+def _as_object(case: _Case, judgement: Sequence[SupportFinding]) -> dict[str, Any]:
     rows = [
         {"level": str(each.level), "shown": each.shown, "line": each.line, "allowed": each.allowed}
         | {"fork": each.is_from_fork}
-        for each in found
+        for each in judgement
     ]
     return {
         "id": case.id,
-        "verdict": findings.verdict(found),
-        "without_fork": findings.verdict(_without_fork(found)),
-        "never_run": findings.never_run(found),
+        "verdict": findings.verdict(judgement),
+        "without_fork": findings.verdict(_without_fork(judgement)),
+        "never_run": findings.never_run(judgement),
         "rows": rows,
     }
 
 
-def _print_case(found: Sequence[SupportFinding]) -> None:
-    for each in found:
+def _print_case(judgement: Sequence[SupportFinding]) -> None:
+    for each in judgement:
         allowed = " (allowed here)" if each.allowed else ""
         print(f"{_TEXTS[each.level]}: {each.line}{allowed}")
-    verdict, owed = findings.verdict(found), findings.allowances(found)
-    if verdict == "allowed" and owed:
-        verdict = f"needs {' '.join(owed)}"
-    if never := findings.never_run(found):
-        verdict += f"; never run: {', '.join(never)}"
+    verdict, allowances = findings.verdict(judgement), findings.allowances(judgement)
+    if verdict == "allowed" and allowances:
+        verdict = f"needs {' '.join(allowances)}"
+    if names := findings.never_run(judgement):
+        verdict += f"; never run: {', '.join(names)}"
     print(f"verdict: {verdict}")
 
 
-def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[SupportFinding]]) -> None:
-    verdicts = [findings.verdict(found) for found in judged]
-    for case, verdict, found in zip(cases, verdicts, judged, strict=True):
-        print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
+def _print_table(cases: Sequence[_Case], judgements: Sequence[Sequence[SupportFinding]]) -> None:
+    verdicts = [findings.verdict(judgement) for judgement in judgements]
+    for case, verdict, judgement in zip(cases, verdicts, judgements, strict=True):
+        print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in judgement)}".rstrip())
     counts = Counter(
         (_TEXTS[each.level] + " (a fork's)" * each.is_from_fork, each.shown)
-        for found in judged
-        for each in found
+        for judgement in judgements
+        for each in judgement
     )
     print("\nblockers, and what was set:")
     for (level, shown), number in counts.most_common():
         print(f"{number:5}  {level}: {shown}")
     print()
-    stock = [findings.verdict(_without_fork(found)) for found in judged]
-    for name, these in (("as they are", verdicts), ("without what only a fork has", stock)):
-        shares = (f"{kind} {these.count(kind)}" for kind in _VERDICTS)
-        print(f"{len(these)} configurations {name}: {', '.join(shares)}")
+    stock = [findings.verdict(_without_fork(judgement)) for judgement in judgements]
+    for name, group in (("as they are", verdicts), ("without what only a fork has", stock)):
+        shares = (f"{kind} {group.count(kind)}" for kind in _VERDICTS)
+        print(f"{len(group)} configurations {name}: {', '.join(shares)}")
 
 
-def _without_fork(found: Sequence[SupportFinding]) -> list[SupportFinding]:
-    return [each for each in found if not each.is_from_fork]
+def _without_fork(judgement: Sequence[SupportFinding]) -> list[SupportFinding]:
+    return [each for each in judgement if not each.is_from_fork]

@@ -1,7 +1,7 @@
 """The start of a run, of a node, and of a standby.
 
-run, node_agent: the commands. defaults: values that a user may leave out. preconditions: checks
-before anything starts. scripts: the program, and the modules that are imported ahead. launch: all
-nodes of a run on a host. agent_process: that of an agent, and standby. restart, resume:
-continuing in the same directory, and from that of an earlier run.
+``run`` and ``node_agent`` are the commands. ``defaults`` completes their options, ``preconditions``
+checks everything before a process starts, and ``scripts`` determines the program of the members.
+``launch`` starts all nodes of a run on a host, ``agent_process`` serves as an agent or a standby.
+``restart`` continues a run in its own directory, ``resume`` in a new directory.
 """

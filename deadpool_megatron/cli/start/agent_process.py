@@ -1,5 +1,5 @@
-"""An agent process, as ``deadpool run`` and ``deadpool agent`` start it; and ``deadpool standby``,
-the agent's own standby, which may become the coordinator.
+"""The process of an agent, which ``deadpool run`` and ``deadpool agent`` start, and that of its
+standby (``deadpool standby``), which may become the coordinator.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _ATTACH_PAUSE_SECONDS = 1.0
 
 
 def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> int:
-    """Serve as a node until the run is over; return its exit status. A fenced agent rejoins as
-    another node, up to ``rejoins`` times. Raises CommandError.
+    """Serve as a node until the run is over. Return the exit status: that of the run if its result
+    can be read, FENCED for an excluded node. A fenced agent rejoins as another node, up to
+    ``rejoins`` times. Raises CommandError.
 
-    ``options``: without a standby, and with the user's failure domain. ``standby_port``: on which
-    its standby listens once it coordinates; None for no standby.
+    ``options``: without a standby; ``node`` may be NO_NUMBER, and ``domain`` is the user's, if any.
+    ``standby_port``: the port on which the agent's standby listens when it becomes the coordinator;
+    None for no standby.
     """
     run, info, node, host = options.run, options.info, options.node, options.host
-    # Read once: when a node rejoins after a cut, file systems may still be unavailable.
+    # Read the domains once: when a node rejoins after a cut, file systems may be unavailable.
     table = {} if options.domain else read_domains(info.settings)
     for attempt in range(rejoins + 1):
         if node == NO_NUMBER:
@@ -48,8 +50,8 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
             standby = ("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path))
             standby += ("--node-id", str(node), "--host", host, "--port", str(standby_port))
         domain = options.domain or domains.domain_of(table, node, socket.gethostname())
-        keeps = attempt < rejoins
-        complete = replace(options, node=node, domain=domain, standby=standby, keeps_slots=keeps)
+        rejoin = attempt < rejoins
+        complete = replace(options, node=node, domain=domain, standby=standby, keeps_slots=rejoin)
         try:
             status = run_agent(complete)
         except NodeTaken as error:
@@ -62,16 +64,17 @@ def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> 
             break
         node = NO_NUMBER
     try:
-        ended = int(run.read_final()["exit_status"])
+        run_status = int(run.read_final()["exit_status"])
     except run_files.RunDirectoryError:
         return status
-    if ended == 0:  # otherwise the memory of dead agents may complete a dump
+    if run_status == 0:  # otherwise the memory of dead agents may complete a dump
         remove_unclaimed(run, info.run_id)
-    return ended
+    return run_status
 
 
 def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
-    """Return an unused node id. Raises CommandError if no coordinator assigns one in time."""
+    """Return an unused node id from the coordinator, at the address ``fixed`` if the run directory
+    is not shared. Raises CommandError if no coordinator assigns an id in time."""
     limit = time.monotonic() + info.settings.spare_timeout_seconds
     message = {"command": "attach", "hostname": socket.gethostname()}
     while True:
@@ -100,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch the coordinator, and take over if it fails; return the exit status."""
-    # Imported now, so that a takeover imports nothing.
+    # Import now, so that a takeover imports nothing.
     from deadpool_megatron.cluster.coordinator import service
     from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
     from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
@@ -122,13 +125,13 @@ def run(args: argparse.Namespace) -> int:
         agent=socket.socket(fileno=sys.stdin.fileno()),
     )
     standby = Standby(options, journal)
-    claimed = standby.watch()
-    if claimed is None:
+    claim = standby.watch()
+    if claim is None:
         return 0
-    term, listener = claimed
-    newest = standby.recovered.record
-    has_new_command = newest is not None and newest.epoch <= info.ended_epoch
-    # If its agent was never connected to the earlier coordinator, all processes had died.
+    term, listener = claim
+    record = standby.recovered.record
+    has_new_command = record is not None and record.epoch <= info.ended_epoch
+    # All processes had died if this agent was never connected to the earlier coordinator.
     restarted = has_new_command or (term.number > 1 and not standby.was_in_touch)
     return service.run_coordinator(
         CoordinatorOptions(

@@ -1,8 +1,8 @@
 """Defaults of a run on this host: its size, and its directory.
 
-Nodes of one host are sets of processes. With visible GPUs, the default is the largest number of
-roles that leaves GPUs for a spare node and fits the script's parallel sizes and batch, on as many
-nodes as possible; without GPUs the smallest such number.
+A node of such a run is a set of processes on the host. With visible GPUs, the default size is the
+largest number of roles that leaves GPUs for a spare node and fits the script's parallel sizes and
+batch, on as many nodes as possible. Without GPUs it is the smallest number that fits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def choose(
     spares: int | None = None,
     processes: int | None = None,
 ) -> Size | None:
-    """Return the size of a run on a host with ``gpus``, with parts of it given; None if none fits.
-    Pure, except that it reads argument files that the command names."""
+    """Return the size of a run on a host with ``gpus`` GPUs, in which the parts that are not None
+    are kept; None if no size fits. Pure, except that it reads the command's argument files."""
     work = Workload.of(flags.named_arguments(list(_tokens(command))))
     replica, spare = work.grid.ranks, (1 if nodes is None else 0) if spares is None else spares
     unit = replica * work.grid.unit
@@ -78,7 +78,7 @@ def choose(
 
 def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
     """Set the missing ``args`` of ``deadpool run``, and return them in the form of a command line.
-    ``command``: the user's own. Raises CommandError if no size fits."""
+    ``command``: the user's command. Raises CommandError if no size fits."""
     if args.nodes is not None and args.nproc_per_node is not None:
         args.spares = args.spares or 0
     names = ("run_dir", "nodes", "spares", "nproc_per_node")
@@ -96,32 +96,33 @@ def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
 
 
 def sizes_line(command: Sequence[str], roles: int, processes: int, settings: Settings) -> str:
-    """Return a line with the sizes that a run can have, as far as its command shows them."""
+    """Return a line with the sizes that a run can have; empty if its command does not show them."""
     tokens = list(_tokens(command))
     is_shown = FLAG in tokens or "--global-batch-size" in tokens
     text = describe(tokens, roles, processes, settings.protection) if is_shown else ""
-    # The coordinator warns of a single number where others were asked for.
+    # With --deadpool-elastic on, the coordinator itself warns if there is only a single size.
     return "" if settings.elastic == "on" and " only (" in text else text
 
 
 def advice(gpus: int, command: Sequence[str]) -> str:
     """Return the size that fits a host with ``gpus``, in the form of flags; empty if none fits."""
-    found = choose(gpus, command) if gpus else None
-    return "" if found is None else f"'{found}'"
+    size = choose(gpus, command) if gpus else None
+    return "" if size is None else f"'{size}'"
 
 
 def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Set the size: that of the run that is restarted or resumed, else a size that fits."""
+    """Set the missing parts of the size: those of the run that is restarted or resumed, if it can
+    be read, else parts that fit. Raises CommandError if no size fits."""
     given = args.nodes, args.spares, args.nproc_per_node
     gpus = 0
     if arguments.communicator_in(args) in ("auto", "nccl"):
         gpus = len(visible_gpus(os.environ))
-    found = choose(gpus, command, *given)
+    size = choose(gpus, command, *given)
     for path in filter(None, (args.resume, args.run_dir)):
         with contextlib.suppress(RunDirectoryError, NotADirectoryError):
             old = RunDirectory(path).read_run()
-            found = Size(old.nodes, old.spares, old.nproc_per_node)
-    if found is None:
+            size = Size(old.nodes, old.spares, old.nproc_per_node)
+    if size is None:
         where = f"{gpus} visible {'GPU' if gpus == 1 else 'GPUs'}" if gpus else "this host"
         other = choose(gpus, command, args.nodes, 0, args.nproc_per_node)
         flags = zip(("--nodes", "--spares", "--nproc-per-node"), given, strict=True)
@@ -131,32 +132,33 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
             f"{problem} {where}, the script's parallel sizes, its batch and the spares: "
             + (f"without one '{other}' does" if other else "choose other numbers")
         )
-    chosen = found.nodes, found.spares, found.processes
+    chosen = size.nodes, size.spares, size.processes
     args.nodes, args.spares, args.nproc_per_node = (
-        old if new is None else new for old, new in zip(chosen, given, strict=True)
+        default if value is None else value for default, value in zip(chosen, given, strict=True)
     )
 
 
-def outlives_hosts(command: Sequence[str], run: RunDirectory) -> bool:
+def files_outlive_hosts(command: Sequence[str], run: RunDirectory) -> bool:
     """Return whether the run directory is shared, or the user has a directory for checkpoints."""
     return "--save" in flags.tokens_of(command) or file_systems.is_shared(run.path)
 
 
-def resolve(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
-    """Return the settings with automatic values resolved: checkpoints in the background are off
-    unless files outlive the hosts (``lasts``); ``plan`` determines the memory of a node for slots
-    and for its part of such a checkpoint. Raises PlanError."""
+def resolve(settings: Settings, plan: Path | None, *, outlives_hosts: bool) -> Settings:
+    """Return the settings with automatic values resolved. Checkpoints in the background are off if
+    the files would not outlive the hosts. ``plan`` determines the memory of a node for slots, and
+    for its part of a checkpoint. Raises PlanError."""
     interval, shm_gb = settings.persist_interval, settings.shm_gb
-    if interval == "auto" and not lasts:
+    if interval == "auto" and not outlives_hosts:
         interval = "off"
     if plan is not None and not shm_gb:
-        found = assess(read_plan(plan))
+        assessment = assess(read_plan(plan))
         parts = ("memory_bytes", "unique_bytes")[: 1 if interval in NEVER else 2]
-        shm_gb = sum(found.busiest(part)[1] for part in parts) / GIGA
+        shm_gb = sum(assessment.busiest(part)[1] for part in parts) / GIGA
     return replace(settings, persist_interval=interval, shm_gb=shm_gb)
 
 
 def _tokens(command: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command, with those of its argument files (``@FILE``)."""
     for word in command:
         file = Path(word[1:])
         yield from (

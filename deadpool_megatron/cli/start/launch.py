@@ -1,9 +1,9 @@
-"""The launcher: starts the agents on this host, supervises them, and cleans up after them.
+"""The launcher starts the agents on this host, supervises them, and cleans up after them.
 
-It stays single-threaded, because it forks the agents, and the process that imports torch and
-Megatron once and forks members for all of them. The launcher holds one end of a pipe to each agent:
-its end of file shows the launcher's death, even by SIGKILL; a byte appoints the agent, which then
-keeps a standby. Two agents are appointed at any time: a standby of theirs coordinates.
+It stays single-threaded, because it forks the agents and a server, which imports torch and Megatron
+once and forks the members of all agents. The launcher holds one end of a pipe to each agent. End of
+file shows the agent that the launcher has died, even by SIGKILL. A byte appoints the agent to keep
+a standby. Two agents are appointed at any time, and a standby of theirs is the coordinator.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ _POLL_SECONDS = 0.1
 # Interval of the displayed progress, and of checks for the end of the run.
 _REFRESH_SECONDS = 1.0
 _STANDBYS = 2
+# Time for agents to end by themselves after the result of the run.
 _LEAVE_SECONDS = 1.0
+# Nodes whose agents end within this time may have been killed together.
 _TOGETHER_SECONDS = 1.0
+# Time for agents to end after the launcher has closed their pipes.
 _FENCE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class Launcher:
-    """A run on this host. Call :meth:`run` once; ``failure``: why the run failed, where the
-    coordinator has not recorded it.
+    """A run on this host. Call :meth:`run` once. ``failure``: the reason of a failure that the
+    coordinator has not recorded.
 
-    ``refills``: the number of lost nodes that are replaced by new spares; ``report``: prints a
-    line; ``refresh``: called regularly, to show progress. ``numbers``: those of the first nodes.
-    ``gpus``: divided among the nodes; if empty, each node sees all GPUs of this process.
+    ``refills``: the number of lost nodes that are replaced by new spares. ``report`` prints a line;
+    ``refresh`` is called regularly to show progress. ``numbers``: the numbers of the nodes at the
+    start. ``gpus`` are divided among the nodes; if empty, each node sees all GPUs of this process.
     """
 
     directory: run_files.RunDirectory
@@ -74,20 +77,20 @@ class Launcher:
         self._due_refills = 0  # lost nodes that are not yet replaced
         self._signals = 0
         self._discards = False  # whether a stop removes the state in memory
-        self._stopped: set[int] = set()
+        self._stopped_pids: set[int] = set()  # coordinators that got the user's signal
         self._stop_deadline = 0.0
         self._address = ""
-        self._held = -1
-        self._ending = False
+        self._segments_claim = -1  # descriptor that claims the run's segments
+        self._is_ending = False
         self._ended_at: dict[int, float] = {}  # node -> end of its agent, if recent
         self._last_shortage = ""
-        self._directory_problem = ""  # why the directory is not the run's any more
+        self._directory_problem = ""  # the last reported problem of the run directory
         self._status: int = ExitStatus.FAILED
 
     def run(self) -> int:
         """Run all processes to their end; return the exit status of the run.
 
-        Raises CommandError for errors of the environment; no process is left then.
+        Raises CommandError for errors of the environment. No process remains in either case.
         """
         self._address = local_address(self.info.settings.interface)
         previous = {
@@ -100,7 +103,7 @@ class Launcher:
             with refusing_system_errors():
                 self.directory.create(self.info)
                 auth.create_secret(self.directory.path)
-                self._held = cleanup.claim_segments(self.directory, self.info.run_id)
+                self._segments_claim = cleanup.claim_segments(self.directory, self.info.run_id)
             self.report(f"starting {len(self.numbers)} nodes; their logs: {self.directory.logs}")
             ignore_notices()
             self._server = preload_modules(self.info.settings, self.modules)
@@ -129,9 +132,9 @@ class Launcher:
             raise
         else:
             if pid == 0:
-                kept = (agent_end,) if server is None else (agent_end, server.connection.fileno())
+                fds = (agent_end,) if server is None else (agent_end, server.connection.fileno())
                 log = self.directory.log(f"node{node}-agent")
-                _run_forked(lambda: self._serve(node, agent_end, server), kept, log)
+                _run_forked(lambda: self._serve(node, agent_end, server), fds, log)
         finally:
             os.close(agent_end)
             if server is not None:
@@ -165,7 +168,7 @@ class Launcher:
         return min(set(range(len(self._agents) + 1)) - taken)
 
     def _appoint_agents(self) -> None:
-        """Appoint the agents of the highest numbers: they get roles last, if at all."""
+        """Appoint the agents with the highest numbers, as their nodes get roles last, if at all."""
         self._appointed &= self._agents.keys()
         others = sorted(self._agents.keys() - self._appointed, reverse=True)
         for node in others[: _STANDBYS - len(self._appointed)]:
@@ -194,8 +197,8 @@ class Launcher:
                 coordinators = cleanup.coordinator_processes(self.directory)
                 if not coordinators and self.directory.has_final():
                     return
-                for pid in set(coordinators) - self._stopped if self._signals else ():
-                    self._stopped.add(pid)
+                for pid in set(coordinators) - self._stopped_pids if self._signals else ():
+                    self._stopped_pids.add(pid)
                     posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
                 self.report("the run does not end: killing it")
@@ -203,7 +206,8 @@ class Launcher:
             self._wait()
 
     def _check_directory(self) -> None:
-        """Report once that the directory is another run's. A removed directory is created again."""
+        """Create a removed directory again; report a directory of another run, and each reason
+        once."""
         try:
             self.directory.check_own()
         except OSError as error:
@@ -225,8 +229,8 @@ class Launcher:
         ended = {
             node: status
             for node, pid in self._agents.items()
-            for found, status in [os.waitpid(pid, os.WNOHANG)]
-            if found
+            for ended_pid, status in [os.waitpid(pid, os.WNOHANG)]
+            if ended_pid
         }
         if ended:
             self.refresh()
@@ -235,8 +239,8 @@ class Launcher:
             self._close_pipe(node)
             self._clean(node, keep_slots=True)
             self._ended_at[node] = time.monotonic()
-        # The memory of a lost node is removed, as on a real machine. The memory of the last nodes,
-        # if they were killed together, is the only state left.
+        # Remove the memory of a lost node, as the loss of a real machine would, but not at once: if
+        # all nodes were killed together, their memory is the only remaining state.
         until = time.monotonic() - _TOGETHER_SECONDS
         for node in [n for n, at in self._ended_at.items() if self._agents and at < until]:
             del self._ended_at[node]
@@ -250,7 +254,9 @@ class Launcher:
         for node, status in ended.items():
             self.report(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
         self._due_refills = min(self._due_refills + len(ended), self.refills)
-        if not self._ended_at or not self._agents:  # a spare attaches to memory on its host
+        # A new spare attaches to memory of dead nodes on its host. So start it after the removal,
+        # or if this memory is the only remaining state.
+        if not self._ended_at or not self._agents:
             self._refill()
         self._appoint_agents()
 
@@ -274,7 +280,7 @@ class Launcher:
             self._due_refills -= 1
 
     def _note_failure(self) -> None:
-        """Note a failure that no coordinator can see: no node came up, or none is left."""
+        """Record a failure that no coordinator can record: no node came up, or none is left."""
         if self._stop_deadline or self.directory.has_final():
             return
         if self._newest_epoch() != 0:
@@ -289,13 +295,13 @@ class Launcher:
         self.failure = f"no node came up: {line}" if line else "no node came up"
 
     def _final_output(self, node: int) -> str:
-        """Return the agent's last report why it waits or has ended; else its log's last line."""
+        """Return the agent's last report on why it waits or has ended, else its log's last line."""
         log = self.directory.log(f"node{node}-agent")
         reports = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
         return reports[-1] if reports else last_line(log)
 
     def _has_started(self) -> bool:
-        """Return whether an epoch was decided; without a readable journal, whether there was a
+        """Return whether an epoch was decided; if the journal cannot be read, whether there was a
         coordinator."""
         epoch = self._newest_epoch()
         return self.directory.coordinator.exists() if epoch is None else epoch > 0
@@ -322,7 +328,7 @@ class Launcher:
 
     def _on_signal(self, number: int, frame: object) -> None:
         """End the run in order at the first signal, at once at the second. Only a SIGTERM removes
-        the state in memory; after a Ctrl-C, or the loss of the terminal, it can be continued.
+        the state in memory; after a Ctrl-C, or the loss of the terminal, the run can be continued.
         """
         del frame
         self._signals += 1
@@ -330,12 +336,12 @@ class Launcher:
         settings = self.info.settings
         now = time.monotonic()
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
-        if self._signals > 1 and not self._agents and not self._ending:
-            raise KeyboardInterrupt  # imports are running, which take long
+        if self._signals > 1 and not self._agents and not self._is_ending:
+            raise KeyboardInterrupt  # the imports are running, which take long
 
     def _end_all(self) -> None:
         """Remove the run's processes and memory on this host, except slots to continue from."""
-        self._ending = True
+        self._is_ending = True
         self._stop_deadline = time.monotonic()  # no more refills
         if self.directory.has_final() and self._signals < 2:
             self._wait_for_agents(_LEAVE_SECONDS)
@@ -356,12 +362,12 @@ class Launcher:
             self._wait_for_others(_FENCE_SECONDS)
         with self._reporting_failures("what the run has left"):
             cleanup.clean_run(self.directory, run_id, keep_slots=kept)
-        if self._held >= 0:
-            os.close(self._held)
+        if self._segments_claim >= 0:
+            os.close(self._segments_claim)
 
     @contextlib.contextmanager
     def _reporting_failures(self, noun: str) -> Iterator[None]:
-        """Report errors of a removal only: they neither end a run nor change its result."""
+        """Report the errors of a removal, which neither end a run nor change its result."""
         try:
             yield
         except OSError as error:
@@ -373,9 +379,9 @@ class Launcher:
             os.close(self._pipes.pop(node))
 
     def _keeps_slots(self) -> bool:
-        """Return whether slots stay: as the result has it; without a result, unless the user had
-        them removed, as then only the start has failed. A SIGTERM before the first decision of this
-        start leaves the slots that were there before."""
+        """Return whether slots remain in memory. The result of the run decides, if it exists.
+        Otherwise they remain if an epoch was decided or the journal cannot be read. A SIGTERM
+        removes them, except those of an earlier start, if this start has decided no epoch."""
         if self.directory.has_final():
             return run_files.slots_are_kept(self.directory)
         epoch = self._newest_epoch()
@@ -384,7 +390,7 @@ class Launcher:
         return epoch != 0
 
     def _wait_for_others(self, deadline_seconds: float) -> None:
-        """Wait for agents that joined by a command of their own: they learn of the end, too."""
+        """Wait for agents that joined by a command of their own, so that they end in order, too."""
         run, run_id = self.directory, self.info.run_id
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < limit and cleanup.working_processes(run, run_id):
@@ -397,15 +403,16 @@ class Launcher:
             self._reap_agents()
 
 
-def _run_forked(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path) -> None:
-    """Serve in the forked child, with its own session and without other descriptors; exits."""
+def _run_forked(serve_node: Callable[[], int], fds: tuple[int, ...], log: Path) -> None:
+    """Serve in the forked child, in a session of its own, with no inherited descriptors but
+    ``fds``, and exit."""
     code: int = ExitStatus.FAILED
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         gc.freeze()
-        posix.close_inherited(kept)
+        posix.close_inherited(fds)
         posix.redirect_output(log)
         posix.enable_stack_dumps()
         code = serve_node()

@@ -101,16 +101,16 @@ def run(args: argparse.Namespace) -> int:
         server = preload_modules(info.settings, modules)
         options = replace(options, server=server, modules=modules)
     with common.refusing_system_errors():
-        held = claim_segments(run, info.run_id)
+        claim = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    # Without the shared directory a standby would not see the common journal.
+    # A standby needs the journal, and this host has it only if the run directory is shared.
     has_journal = options.fixed_address is None
     try:
         port = args.coordinator_port if has_journal and not args.no_standby else None
         status = serve(options, port, args.rejoin)
     finally:
-        os.close(held)
+        os.close(claim)
     if info.check_only and run.has_final():
         term = newest_term(Journal(run.journal))
         if term is not None and options.node == term.node:  # one report for all nodes
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 @common.refusing_system_errors()
 def _prepare(args: argparse.Namespace) -> AgentOptions:
     """Check everything before modules of the user are imported, and create the run if this agent is
-    the first."""
+    the first. Raises CommandError."""
     common.check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
@@ -147,7 +147,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         resume.dump_remaining_memory(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
-    if args.attach and info.directory:  # the command's paths are relative to it
+    if args.attach and info.directory:  # the paths in the run's command are relative to it
         try:
             os.chdir(info.directory)
         except OSError as error:
@@ -165,7 +165,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     _check_listening(run, args, host)
     common.warn_of_danger_above(run.path, info)
     if fixed is not None:
-        # Fails at once for a wrong address or secret, not only after the time limit.
+        # Fail at once for a wrong address or secret, not only after the time limit.
         common.ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         preconditions.check_command([script])  # another host may have created the run
@@ -188,18 +188,18 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
 def _place(
     args: argparse.Namespace, slurm: SlurmNode | None, settings: Settings
 ) -> tuple[str, str]:
-    """Return the address and the failure domain of this node: flags come before Slurm's values, a
-    domains file before Slurm's topology."""
+    """Return the address and the failure domain of this node. Flags take precedence over Slurm's
+    values, and a domains file over Slurm's topology. The domain is empty if it is not known."""
     host, domain = args.host, args.domain
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
     if host is None:
-        # settings.interface may be the name of an interface or an address. The name takes
-        # precedence over Slurm's; an address does not, as it would be the same on every node.
-        named = settings.interface in (name for _, name in socket.if_nameindex())
-        if settings.interface == Settings.interface and (found := common.nccl_address(os.environ)):
-            host = found
-        elif slurm is None or named:
+        # settings.interface is the name of an interface or an address. A name takes precedence
+        # over Slurm's host; an address does not, as it would be the same on every node.
+        is_name = settings.interface in (name for _, name in socket.if_nameindex())
+        if settings.interface == Settings.interface and (nccl := common.nccl_address(os.environ)):
+            host = nccl
+        elif slurm is None or is_name:
             host = common.local_address(settings.interface)
         else:
             host = common.host_address(slurm.host)
@@ -207,11 +207,11 @@ def _place(
 
 
 def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:
-    """Check that this host has the address, and the port is free: otherwise the vault would fail
-    after all imports, or a standby in a takeover."""
+    """Check that this host has the address and that the port is free. Without this check the vault
+    would fail after all imports, or a standby in a takeover. Raises CommandError."""
     port = 0 if args.no_standby else args.coordinator_port
     if common.coordinator_address(run) == (host, port):
-        port = 0  # a coordinator of this run may still use it, as of the previous agent
+        port = 0  # a coordinator of this run, started by an earlier agent, may still use it
     common.listen(host, port, flags=(_PORT_FLAG, "--host")).close()
 
 
@@ -227,7 +227,7 @@ def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> N
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
-    """Create the run; only the first agent does."""
+    """Create the run, as its first agent. Raises CommandError."""
     if args.check_only:
         args.command = []
     if args.from_slurm:
@@ -251,7 +251,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         communicator = preconditions.choose_communicator(communicator, 1, nproc, os.environ)
     settings = arguments.settings_from(args, communicator=communicator)
     # Checkpoints outlive their host, as all hosts share the directory.
-    settings = resolve(settings, args.plan, lasts=True)
+    settings = resolve(settings, args.plan, outlives_hosts=True)
     if args.resume is not None:
         agents = args.nodes + args.spares  # spares report, too
         peers = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
@@ -262,19 +262,20 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     run.make()
     resume.copy_frozen_weights(args.resume, run, info.restore)
     resume.copy_notes(args.resume, run)
-    auth.create_secret(run.path)  # before run.json, which shows that all is there
+    auth.create_secret(run.path)  # before run.json, which shows that the directory is complete
     run.create(info)
 
 
 def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
+    """Return the facts of the run. Raises CommandError if it is over, or contradicts ``args``."""
     info = run.read_run()
     if run.final.exists():
-        kept = (
+        advice = (
             "; its state in memory continues in a new directory:"
             f" 'deadpool agent --resume {run.path} --run-dir NEW'"
         )
         raise common.CommandError(
-            f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}"
+            f"the run in {run.path} is over{advice if slots_are_kept(run) else ''}"
         )
     if args.run_id is not None and args.run_id != info.run_id:
         raise common.CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
@@ -283,7 +284,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         raise common.CommandError(f"the run has {flag} {known}")
     # The settings of the run replace those of this command line without a word. But a setting that
     # determines the layout of slots must agree: with slots left in memory, and with other nodes.
-    own, _ = arguments.given_in(args.options, script=False)
+    own, _ = arguments.settings_in(args.options, script=False)
     if other := slot_conflict(info.settings, own):
         raise common.CommandError(
             f"the run in {run.path} has {other}, which its slots in memory are made with: start the"

@@ -1,8 +1,8 @@
-"""Checks of all preconditions of a run, before anything is started.
+"""Checks all preconditions of a run before a process is started.
 
 Each check raises CommandError with a line that names the error and the remedy. The GPUs of the host
-determine the communicator of a run, NCCL or gloo, once for all of its processes: a host whose GPUs
-are unusable is refused, and does not train on CPUs instead.
+determine the communicator of a run, NCCL or gloo, once for all of its processes. A host whose GPUs
+are unusable is refused and does not train on CPUs instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 
 _MIB = 1 << 20
-# Header pages and the smallest useful slots of a role's generations, per copy.
+# Bytes of a role's segment for each copy: header pages and the smallest useful slots.
 COPY_BYTES = 1 * _MIB
-#: runs torch in a process of its own: a process that forks others must not load CUDA
+#: program that tries torch in another process, as a process that forks must not load CUDA
 _PROBE = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 _PROBE_SECONDS = 120.0
 _ON_CPUS = {
@@ -65,11 +65,11 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_host_not_quarantined(run: RunDirectory, info: RunInfo) -> None:
-    """Check that earlier runs have not quarantined this host, which has all nodes of the run."""
+    """Check that no earlier run has quarantined this host, which has all nodes of the run."""
     if info.settings.check == "off":
         return
-    if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
-        raise CommandError(f"this host is excluded: {noted}")
+    if evidence := noted_against(socket.gethostname(), run.path.parent, info.run_id):
+        raise CommandError(f"this host is excluded: {evidence}")
 
 
 def check_sizes(info: RunInfo) -> None:
@@ -81,7 +81,8 @@ def check_sizes(info: RunInfo) -> None:
 
 
 def read_domains(settings: Settings) -> dict[str, str]:
-    """Return the content of the domains file; without it each node is a failure domain."""
+    """Return the failure domain of each node id or host name in the domains file. Return nothing
+    without a file: then each node is a failure domain."""
     if not settings.domains_file:
         return {}
     try:
@@ -104,8 +105,9 @@ def check_run_directory(run: RunDirectory) -> None:
 
 
 def check_address(run: RunDirectory, host: str) -> None:
-    """Check that nodes on other hosts can reach this address; otherwise only silence would show."""
-    if host in ("", "0.0.0.0"):  # empty: from a command in the shell that has failed
+    """Check that nodes on other hosts can reach this address; a node with a wrong address would
+    only be silent."""
+    if host in ("", "0.0.0.0"):  # a failed command in the user's shell gives an empty address
         raise CommandError(
             f"{host!r} is no address that other nodes reach: give --host ADDRESS or --interface"
             " NAME"
@@ -120,9 +122,9 @@ def check_address(run: RunDirectory, host: str) -> None:
 
 
 def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
-    """Check that /dev/shm exists and has space for small slots.
+    """Check that /dev/shm exists and has space for the smallest slots of ``nodes_here`` nodes.
 
-    The needs of the model are known only once it is built; its processes check them then.
+    The needs of the model are known once it is built; the members check them then.
     """
     root = run_files.SEGMENT_ROOT
     if not root.is_dir() or not os.access(root, os.W_OK):
@@ -146,27 +148,27 @@ def choose_communicator(
     advice: Callable[[int], str] = lambda _: "",
 ) -> str:
     """Return the communicator of a run with ``nodes_here`` nodes of ``nproc`` processes on this
-    host: NCCL for "auto" if GPUs are visible. Raises CommandError if they are too few, or torch
-    cannot use them. ``advice``: returns a size that fits a number of GPUs, as text.
+    host: NCCL for "auto" if GPUs are visible. Raises CommandError if there are too few GPUs, or
+    torch cannot use them. ``advice`` returns a text with a size that fits a number of GPUs.
     """
     if communicator not in ("nccl", "auto"):
         return communicator
-    seen, needed = visible_gpus(environment), max(1, nodes_here * nproc)
-    if communicator == "auto" and not seen:
-        return communicator  # this means gloo; each node checks that it sees no GPU either
+    gpus, needed = visible_gpus(environment), max(1, nodes_here * nproc)
+    if communicator == "auto" and not gpus:
+        return communicator  # means gloo; each node checks that it sees no GPU, too
     on_cpus = _ON_CPUS[communicator]
-    if len(seen) < needed:
-        each = len(seen) // nodes_here
-        fits = advice(len(seen)) or (each and f"start fewer, as with --nproc-per-node {each}")
+    if len(gpus) < needed:
+        each = len(gpus) // nodes_here
+        fits = advice(len(gpus)) or (each and f"start fewer, as with --nproc-per-node {each}")
         raise CommandError(
             f"NCCL needs a GPU for each process, there are {nodes_here}"
             f" {'node' if nodes_here == 1 else 'nodes'} x {nproc} processes here (spares count),"
-            f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
+            f" and {len(gpus)} visible {'GPU' if len(gpus) == 1 else 'GPUs'}: "
             + (f"{fits}; {on_cpus}" if fits else on_cpus)
         )
-    if problem := torch_problem(seen[:needed], tuple(environment.items())):
+    if problem := torch_problem(gpus[:needed], tuple(environment.items())):
         raise CommandError(
-            f"{len(seen)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
+            f"{len(gpus)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
             f" './scripts/setup.sh --gpu' installs a torch with CUDA; {on_cpus}"
         )
     return "nccl"
@@ -188,10 +190,10 @@ def check_communicator(info: RunInfo, environment: Mapping[str, str]) -> None:
 def gpus_to_share(
     info: RunInfo, nodes_here: int, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the GPUs for ``nodes_here`` nodes; none if there are too few, as processes may share
-    GPUs with gloo."""
-    seen = visible_gpus(environment)
-    return seen if len(seen) >= nodes_here * info.nproc_per_node else ()
+    """Return the GPUs to divide among ``nodes_here`` nodes. Return none if there are too few: with
+    gloo, processes may share GPUs."""
+    gpus = visible_gpus(environment)
+    return gpus if len(gpus) >= nodes_here * info.nproc_per_node else ()
 
 
 def _check_main_module(name: str) -> None:
@@ -206,7 +208,8 @@ def _check_main_module(name: str) -> None:
 
 
 def _has_failed_early(run: RunDirectory) -> bool:
-    """Return whether a run ended there before its first iteration and left no state."""
+    """Return whether a run in this directory failed before its first iteration and left no state
+    and no process."""
     try:
         end, info = run.read_final(), run.read_run()
     except (run_files.RunDirectoryError, OSError):
@@ -216,7 +219,8 @@ def _has_failed_early(run: RunDirectory) -> bool:
 
 
 def _belongs_to_no_run(run: RunDirectory, entry: Path) -> bool:
-    """Return whether a launcher left the entry that was refused, or found the disk full."""
+    """Return whether a launcher may have left this entry before it created a run, because it was
+    refused or the disk was full."""
     if entry.name in run_files.SUB_DIRECTORIES:
         return entry.is_dir() and not any(entry.iterdir())
     return entry in (run.launcher_lock, run.path / "secret")
@@ -241,7 +245,7 @@ def _occupied_reason(run: RunDirectory) -> str:
 
 @functools.cache
 def torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
-    """Return torch's own message why it cannot use all of these GPUs; empty if it can."""
+    """Return the reason why torch cannot use all of these GPUs; empty if it can."""
     try:
         probe = subprocess.run(
             interpreter("-c", _PROBE),
@@ -255,6 +259,6 @@ def torch_problem(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...
         return ""  # perhaps a cold file system; the members will report real problems
     if probe.returncode:
         return last_output(probe.stderr) or f"it ended with {probe.returncode}"
-    # A process sees only one MIG device, whatever it requests.
-    wanted, found = 1 if gpus[0].startswith("MIG") else len(gpus), int(probe.stdout.split()[-1])
-    return "" if found >= wanted else f"it finds {found}"
+    # A process sees only a single MIG device, whatever it requests.
+    needed, usable = 1 if gpus[0].startswith("MIG") else len(gpus), int(probe.stdout.split()[-1])
+    return "" if usable >= needed else f"it finds {usable}"

@@ -1,8 +1,8 @@
 """Restarts a run whose processes have all died, in its own run directory.
 
-Its journal, numbers and events continue; its nodes attach to the slots that they left in memory.
-The restart may change the command and the settings, but neither the size nor settings that
-determine the slots.
+The journal, the node numbers and the events continue, and the nodes attach to the slots that they
+left in memory. The restart may change the command and the settings, but neither the number of roles
+nor settings that determine the slots.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _TAIL_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart. ``numbers``: those of the nodes to start; lost nodes get new numbers."""
+    """A restart. ``info``: the new facts of the run; ``numbers``: the nodes to start, with new
+    numbers instead of those of lost nodes."""
 
     info: directory.RunInfo
     numbers: tuple[int, ...]
@@ -41,8 +42,8 @@ class Restart:
 
 def lock_directory(run: directory.RunDirectory) -> int:
     """Reserve the directory for this launcher, until the returned descriptor is closed. Raises
-    CommandError if another launcher has it: a second launcher would, at its end, kill the first
-    run and remove its memory. Launchers on other hosts are found if the file system supports locks.
+    CommandError if another launcher has it: at its end, a second launcher would kill the first run
+    and remove its memory. A launcher on another host is noticed if the file system supports locks.
     """
     run.make()
     lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -66,15 +67,15 @@ def find_restart(
         old = run.read_run()
     except (directory.RunDirectoryError, NotADirectoryError):
         runs = [run_id for run_id, path in cleanup.runs_in_memory().items() if path == run.path]
-        left = [run_id for run_id in runs if nodes_with_slots(run_id)]
-        if left and not args.from_scratch and not (run.path / directory.RUN_FILE).exists():
+        live = [run_id for run_id in runs if nodes_with_slots(run_id)]
+        if live and not args.from_scratch and not (run.path / directory.RUN_FILE).exists():
             raise CommandError(
-                f"run {left[0]} has its state in memory, and its directory {run.path} was removed:"
+                f"run {live[0]} has its state in memory, and its directory {run.path} was removed:"
                 " put it back, or give the state up ('deadpool clean', or --from-scratch)"
             ) from None
         return None
     if run.launcher_lock.exists():
-        os.close(lock_directory(run))  # do not wait for a run whose launcher is alive
+        os.close(lock_directory(run))  # refuse at once if the launcher of the run is alive
     if _is_over(run):
         return None
     if args.resume is not None:
@@ -85,10 +86,10 @@ def find_restart(
     _await_end(run, old)
     refuse_while_training(run, old, "--run-dir")
     if _is_over(run):
-        return None  # it has ended without its launcher
+        return None  # the run has ended after its launcher
     if conflict := size_conflict(args, old, "nodes", "nproc_per_node"):
-        flag, given, known = conflict
-        raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
+        flag, value, run_value = conflict
+        raise CommandError(f"the run in {run.path} has {flag} {run_value}, not {value}")
     if _may_have_slots(run, old) and (other := slot_conflict(old.settings, asdict(settings))):
         raise CommandError(
             f"the run in {run.path} has {other}, which its slots in memory were made with: start it"
@@ -119,43 +120,45 @@ def find_restart(
 def prepare_directory(run: directory.RunDirectory, restart: Restart) -> str:
     """Prepare the directory for the new processes; return a line for the user."""
     if run.final.exists():
-        kept = len(list(run.path.glob("final-*.json"))) + 1
-        run.final.rename(run.final.with_name(f"final-{kept}.json"))
+        number = len(list(run.path.glob("final-*.json"))) + 1
+        run.final.rename(run.final.with_name(f"final-{number}.json"))
     run.coordinator.unlink(missing_ok=True)
     is_new_command = run.read_run().command != restart.info.command
     if is_new_command and run.templates.exists():
         # Templates of the old command's state must not serve the new command. Remove them before
-        # that is written: after an interrupt here the next restart still sees a difference.
+        # the new command is written, so that after an interrupt here the next restart still sees
+        # a difference.
         shutil.rmtree(run.templates)
-    # A start without a decision may have left it.
+    # An earlier start that decided no epoch may have left this folder.
     shutil.rmtree(run.path / program.FOLDER / str(restart.info.ended_epoch), ignore_errors=True)
     run.replace_run(restart.info)
-    held = nodes_with_slots(restart.info.run_id)
-    text = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
+    nodes = nodes_with_slots(restart.info.run_id)
+    text = f"slots of {nodes} nodes are in memory" if nodes else "no slots are in memory"
     if is_new_command:
         text += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {text}"
 
 
-def slot_conflict(known: Settings, given: Mapping[str, Any]) -> str:
-    """Return the first of the ``given`` settings that does not fit the run's slots, with both
-    values; empty if all fit.
+def slot_conflict(run_settings: Settings, settings: Mapping[str, Any]) -> str:
+    """Return the first of the ``settings`` that does not fit the run's slots, with both values;
+    empty if all fit.
 
-    New processes get slots like those that remain, which give them their state before they can
-    report their needs. The layout's hash does not cover this, as a dump fits any slots.
+    New processes restore from the remaining slots before they can report their needs, so their own
+    slots must be like these. The hash of the layout does not cover these settings, as a dump fits
+    any slots.
     """
     for name in ("max_lag", "extras_room_mb"):
-        old = getattr(known, name)
-        if (new := given.get(name, old)) != old:
-            return f"{flag_name(name)} {old:.15g}, not {new:.15g}"
+        run_value = getattr(run_settings, name)
+        if (value := settings.get(name, run_value)) != run_value:
+            return f"{flag_name(name)} {run_value:.15g}, not {value:.15g}"
     return ""
 
 
 def _may_have_slots(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
-    """Return whether this host has slots of the run, or another host, whose memory is not visible
-    here, had a node of it."""
-    elsewhere = any(not cleanup.is_here(listing) for listing in run.node_listings().values())
-    return elsewhere or nodes_with_slots(info.run_id) > 0
+    """Return whether this host has slots of the run, or the run had a node on another host, whose
+    memory is not visible here."""
+    has_others = any(not cleanup.is_here(listing) for listing in run.node_listings().values())
+    return has_others or nodes_with_slots(info.run_id) > 0
 
 
 def nodes_with_slots(run_id: str) -> int:
@@ -164,23 +167,23 @@ def nodes_with_slots(run_id: str) -> int:
 
 
 def _has_state(run: directory.RunDirectory, info: directory.RunInfo) -> bool:
-    """Return whether memory of this host or files may hold a state, complete or not."""
-    noted: tuple[Restore, ...] = ()
+    """Return whether the memory of this host, or files, hold a state, complete or not."""
+    newest: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):
-        noted = directory.read_valid(run.latest)
-    states = (*noted, *info.restore)
+        newest = directory.read_valid(run.latest)
+    states = (*newest, *info.restore)
     saved = [state for state in states if state.kind != "initial"]
     return nodes_with_slots(info.run_id) > 0 or any(map(directory.is_there, saved))
 
 
 def _finished_iterations(run: directory.RunDirectory) -> int:
-    """Return the last finished iteration, from the end of the events."""
+    """Return the last finished iteration according to the newest events; 0 if there is none."""
     newest = 0
     for path in reversed(event_files(run.events)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             for line in file:
-                with contextlib.suppress(*DAMAGE):  # the first line is cut, and the last may be
+                with contextlib.suppress(*DAMAGE):  # the first and last lines may be cut off
                     event = parse_line(line)
                     if event.kind is Kind.STEP:
                         newest = max(newest, event.iteration or 0)
@@ -194,7 +197,8 @@ def _is_over(run: directory.RunDirectory) -> bool:
 
 
 def _await_end(run: directory.RunDirectory, old: directory.RunInfo) -> None:
-    """Give processes that have only just noticed the launcher's exit time to stop."""
+    """Wait for processes that have only just noticed the launcher's exit. Raises CommandError if
+    processes of the run remain."""
     limit = time.monotonic() + old.settings.close_seconds
     while alive := cleanup.working_processes(run, old.run_id):
         if time.monotonic() > limit:
@@ -206,6 +210,8 @@ def _await_end(run: directory.RunDirectory, old: directory.RunInfo) -> None:
 
 
 def _node_numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
+    """Return the nodes to start: nodes with roles, then other nodes, without lost nodes, and new
+    numbers up to the wanted size. All nodes with roles are included."""
     wanted = info.nodes + info.spares
     newest = journal.newest("epoch")
     if newest is None:

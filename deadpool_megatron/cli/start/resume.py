@@ -1,4 +1,4 @@
-"""The state from which a new run continues an earlier one (--resume)."""
+"""Finds the state from which a new run continues an earlier run (--resume)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PAUSE_SECONDS = 0.2
 
 
 class PeerAgents:
-    """The agents of a cluster that resume a run together. Each writes the old run's memory on its
-    host and reports it in the new run's directory; the agent that decides waits for the others,
-    which may complete the state."""
+    """The agents of a cluster that resume a run together. Each agent writes the old run's memory on
+    its host to files, and reports this in the new run's directory. The agent that decides waits for
+    the others, whose files may complete the state."""
 
     def __init__(
         self, run: RunDirectory, agents: int, node: int | None, wait_seconds: float
@@ -42,7 +42,7 @@ class PeerAgents:
         self.wait_seconds = wait_seconds
         self._run = run
         self._agents = agents
-        # Equal at a second attempt: a host writes its memory only once.
+        # The same name at a second attempt, so that an agent is counted once.
         self._name = socket.gethostname() if node is None else f"{socket.gethostname()}-{node}"
 
     def report_done(self) -> None:
@@ -60,37 +60,37 @@ class PeerAgents:
 def resume_point(
     old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
 ) -> tuple[list[Restore], int]:
-    """Return the states from which a new run continues an earlier run, best first: the newest
-    complete generation in its dumps (with its memory on this host and on the hosts of ``peers``) if
-    that is newer than its checkpoints, then these. Print the choice. Also return the new run's
-    first role: dumps have the numbers of roles with which they were written.
+    """Return the states from which a new run continues an earlier run, best first, and the role of
+    its rank 0: state in dumps has the role numbers with which it was written. Print the choice.
 
-    A run of another number of roles continues from a checkpoint, which Megatron reshards. Raises
-    CommandError if there is no such state.
+    The memory of the earlier run on this host, and on the hosts of ``peers``, is dumped first. The
+    newest complete generation in the dumps is the best state, unless a checkpoint is as new. A run
+    with another number of roles continues from a checkpoint, which Megatron reshards. Raises
+    CommandError if there is no state.
     """
     info = old.read_run()
     refuse_while_training(old, info, "--resume")
     roles = args.nodes * args.nproc_per_node
-    history, known, dump, reasons = History(), [*range(info.world_size)], None, list[str]()
+    history, old_roles, dump, reasons = History(), [*range(info.world_size)], None, list[str]()
     try:
         if (record := last_record(old)) is not None:
-            history, known = record.history, sorted(record.seats)
+            history, old_roles = record.history, sorted(record.seats)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         reasons = [str(error)]
     else:
-        dump, reasons = _newest_dump(old, info, known, history.kept, peers)
+        dump, reasons = _newest_dump(old, info, old_roles, history.kept, peers)
         if reasons and (sizes := history.sizes) is not None:
-            # A run that ended while it changed its size may have left newer state of the former.
+            # If the run ended during a change of its size, the newest state may have another size.
             for size in sizes.replicas:
                 others = sizes.roles(size * sizes.ranks_per_replica, info.settings.first_role)
                 other, _ = newest_whole(old.dump, others, history.kept)
                 newest = -1 if dump is None else dump.generation.iteration
                 if other is not None and other.generation.iteration > newest:
-                    known, dump, reasons = [*others], other, []
-    durable, problems = saved_states(old, info, known, history)
-    if len(known) != roles:
-        return _for_other_roles(old, len(known), roles, dump, durable), 0
+                    old_roles, dump, reasons = [*others], other, []
+    durable, problems = saved_states(old, info, old_roles, history)
+    if len(old_roles) != roles:
+        return _for_other_roles(old, len(old_roles), roles, dump, durable), 0
     if dump is None and not durable:
         text = "; ".join([*problems, *reasons[:3]])
         state = "has no durable state"
@@ -105,18 +105,18 @@ def resume_point(
     ):
         where = f"{dump.generation.lineage}:{dump.generation.iteration} in the dump {dump.path}"
         print(f"continues from generation {where}{text and f'; {text}'}", flush=True)
-        return [run_files.with_identity(dump), *durable], known[0]
+        return [run_files.with_identity(dump), *durable], old_roles[0]
     kind = "dump" if durable[0].kind == "dump" else "checkpoint"
     choice = f"continues from the {kind} {durable[0].path} of iteration"
     if durable[0].kind == "initial":
         choice = "that run had computed nothing: begins at iteration"
     print(f"{choice} {durable[0].generation.iteration}{text and f': {text}'}", flush=True)
-    return durable, known[0]
+    return durable, old_roles[0]
 
 
 def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:
-    """Raise CommandError if the run is still training. An answer of its coordinator proves that; if
-    an agent may be alive, a standby gets the time to take over.
+    """Raise CommandError if the run is still training. An answer of its coordinator proves this. If
+    an agent may be alive, wait for the answer until a standby could have taken over.
     """
     poller, settings = StatusPoller(run), info.settings
     limit = time.monotonic() + 2 * settings.takeover_seconds + settings.fence_seconds
@@ -135,63 +135,65 @@ def refuse_while_training(run: RunDirectory, info: RunInfo, flag: str) -> None:
 
 
 def _for_other_roles(
-    old: RunDirectory, known: int, roles: int, dump: Restore | None, durable: list[Restore]
+    old: RunDirectory, old_roles: int, roles: int, dump: Restore | None, durable: list[Restore]
 ) -> list[Restore]:
-    """Return the checkpoints of a run of ``known`` roles; its dumps fit no other number."""
-    found = [state for state in durable if state.kind == "durable"]
+    """Return the checkpoints of a run of ``old_roles`` roles for a run of ``roles``: dumps fit only
+    their own number. Raises CommandError if there is no checkpoint."""
+    checkpoints = [state for state in durable if state.kind == "durable"]
     dumps = [state for state in (dump, *durable) if state is not None and state.kind == "dump"]
     newest = max((state.generation.iteration for state in dumps), default=0)
-    dumped = f"; its dump of iteration {newest} is for {known} roles only" if dumps else ""
-    if not found:
+    note = f"; its dump of iteration {newest} is for {old_roles} roles only" if dumps else ""
+    if not checkpoints:
         raise CommandError(
-            f"--resume {old.path}: that run has {known} roles, this one {roles}, and there is no"
-            f" checkpoint to continue from with another number{dumped}: give as many nodes as it"
+            f"--resume {old.path}: that run has {old_roles} roles, this one {roles}, and there is"
+            f" no checkpoint to continue from with another number{note}: give as many nodes as it"
             " had (exports during training, --deadpool-persist-interval, would fit any number)"
         )
-    iteration = found[0].generation.iteration
-    newer = dumped if newest > iteration else ""
+    best, iteration = checkpoints[0], checkpoints[0].generation.iteration
+    newer = note if newest > iteration else ""
     print(
-        f"continues with {roles} roles instead of {known} from the checkpoint {found[0].path} of"
+        f"continues with {roles} roles instead of {old_roles} from the checkpoint {best.path} of"
         f" iteration {iteration}{newer}",
         flush=True,
     )
-    return found
+    return checkpoints
 
 
 def saved_states(
     old: RunDirectory, info: RunInfo, roles: Collection[int], history: History
 ) -> tuple[list[Restore], list[str]]:
     """Return the usable checkpoints and dumps of the run with these roles, best first, and the
-    problems of others. The state from which the run itself began comes last."""
+    problems of the others. The states from which the run itself began come last."""
     problems = list[str]()
     try:
-        noted = run_files.read_valid(old.latest)
+        states = run_files.read_valid(old.latest)
     except FileNotFoundError:
-        noted = ()
+        states = ()
     except OSError as error:
         raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
     except ValueError:
-        noted, problems = (), [f"{old.latest} is damaged"]
-    known = {state.path for state in noted}
-    found = [state for state in run_files.found_in(old.saves) if state.path not in known]
-    newest = noted[0].generation.iteration if noted else -1
-    newer = [state for state in found if state.generation.iteration > newest]
-    noted = (*newer, *noted, *found[len(newer) :])
-    known = {state.path for state in noted}
-    first = [state for state in info.restore if state.path not in known]
-    good = list[Restore]()
-    for state in (*noted, *first):
-        problem = _problem_of(state, roles, history if state in noted else None)
+        states, problems = (), [f"{old.latest} is damaged"]
+    paths = {state.path for state in states}
+    others = [state for state in run_files.found_in(old.saves) if state.path not in paths]
+    newest = states[0].generation.iteration if states else -1
+    newer = [state for state in others if state.generation.iteration > newest]
+    states = (*newer, *states, *others[len(newer) :])
+    paths = {state.path for state in states}
+    origins = [state for state in info.restore if state.path not in paths]
+    usable = list[Restore]()
+    for state in (*states, *origins):
+        problem = _problem_of(state, roles, history if state in states else None)
         if problem:
             problems.append(problem)
         else:
-            good.append(state)
-    saved = [run_files.with_identity(state) for state in good if state.kind != "initial"]
-    return saved or good[:1], problems
+            usable.append(state)
+    saved = [run_files.with_identity(state) for state in usable if state.kind != "initial"]
+    return saved or usable[:1], problems
 
 
 def _problem_of(restore: Restore, roles: Collection[int], history: History | None) -> str:
-    """Return why a run cannot continue from a state; empty if it can."""
+    """Return the reason why a run cannot continue from a state; empty if it can. ``history``: that
+    of the run that wrote the state, if this run did."""
     if restore.kind == "initial":
         return ""
     if not run_files.is_there(restore):
@@ -199,7 +201,7 @@ def _problem_of(restore: Restore, roles: Collection[int], history: History | Non
     if restore.kind == "dump":
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, roles)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""
-    # It became valid before the failure was known; the next checkpoint would have replaced it.
+    # The checkpoint became valid before the non-finite numbers were noticed.
     if history and is_rolled_back(restore.generation, history.nonfinite):
         return (
             f"{restore.path} was computed from numbers that were not finite, and that run had gone"
@@ -209,8 +211,8 @@ def _problem_of(restore: Restore, roles: Collection[int], history: History | Non
 
 
 def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Iterable[Restore]) -> None:
-    """Copy the frozen weights of the old run, before any process needs them: a dump refers to files
-    in the old directory, later generations to files in the new directory. Raises CommandError.
+    """Copy the frozen weights of the old run before a process needs them: a dump refers to files in
+    the old directory, later generations to files in the new directory. Raises CommandError.
     """
     if old is None or all(state.kind != "dump" for state in restore):
         return
@@ -233,7 +235,7 @@ def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Iterable[R
 
 
 def copy_notes(old: Path | None, run: RunDirectory) -> None:
-    """Copy the notes that processes of the old run left for their successors."""
+    """Copy the notes of the old run's processes for their successors."""
     if old is not None:
         program.inherit_program(old, run.path)
         with contextlib.suppress(FileNotFoundError):  # the old run may have built nothing
@@ -241,8 +243,8 @@ def copy_notes(old: Path | None, run: RunDirectory) -> None:
 
 
 def dump_remaining_memory(old: RunDirectory) -> None:
-    """Write the old run's memory on this host, after another agent has decided to resume it.
-    Raises CommandError if it cannot be written.
+    """Write the old run's memory on this host to its dump, for another agent that has decided to
+    resume the run. Raises CommandError if the memory cannot be written.
     """
     info = old.read_run()
     try:
@@ -260,15 +262,17 @@ def _newest_dump(
     kept: Mapping[int, int],
     peers: PeerAgents | None,
 ) -> tuple[Restore | None, list[str]]:
+    """Write the memory on this host, wait for ``peers``, and return the newest complete dump, with
+    the reasons why newer dumps are not. ``kept``: the kept lineages (planner.keep_lineages)."""
     _dump_memory(old, info, kept)
     if peers is None:
         return newest_whole(old.dump, roles, kept)
     peers.report_done()
-    written, limit, is_reported = -1, 0.0, False
+    file_count, limit, is_reported = -1, 0.0, False
     while True:
-        # Wait as long as files arrive: their number grows from one poll to the next.
-        before, written = written, sum(1 for _ in old.dump.glob("*/*.seg"))
-        if written != before:
+        # Wait while files arrive, which shows in their number.
+        before, file_count = file_count, sum(1 for _ in old.dump.glob("*/*.seg"))
+        if file_count != before:
             limit = time.monotonic() + peers.wait_seconds
         is_last_poll = peers.are_done() or time.monotonic() > limit
         dump, reasons = newest_whole(old.dump, roles, kept)
@@ -286,16 +290,17 @@ def _newest_dump(
 
 
 def _dump_memory(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
+    """Write the run's memory on this host to its dump, if none of its processes works here."""
     if cleanup.working_processes(old, info.run_id):
         return
     try:
-        # No other run would remove them, and a dump may need the space.
+        # Only this run removes its unfinished checkpoints, and the dump may need the space.
         remove_unfinished(export_directory(info.settings, old), info.run_id)
         with closing(Display(sys.stderr)) as display:
             text = f"writes the state in memory to {old.dump}"
             dump_orphans(old, info, kept, partial(display.status, text))
     except (VaultError, OSError) as error:
-        # Memory may be newer than all files: never continue without it by accident.
+        # The memory may be newer than all files, so the user must decide to continue without it.
         remedy = "" if isinstance(error, SegmentError) else "make room, or "
         raise CommandError(
             f"--resume {old.path}: what it has left in memory cannot be written: {error};"

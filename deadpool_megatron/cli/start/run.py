@@ -73,18 +73,19 @@ def run(args: argparse.Namespace) -> int:
     finally:
         follower.close()
         os.close(lock)
-        if held := kept_memory(directory, launcher.info.run_id):
-            print(f"deadpool run: {held}", file=sys.stderr)
+        if line := kept_memory(directory, launcher.info.run_id):
+            print(f"deadpool run: {line}", file=sys.stderr)
     return status
 
 
 @common.refusing_system_errors()
 def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
-    """Check everything; return also a descriptor that reserves the directory for this launcher."""
+    """Check everything; return the launcher, the follower of its events, and a descriptor that
+    reserves the directory until it is closed. Raises CommandError."""
     keep_single_threaded()  # the search for the user's module may import its packages
     common.check_platform()
     preconditions.check_command(args.command)
-    given, command = tuple(args.command), scripts.adopt(args)
+    original, command = tuple(args.command), scripts.adopt(args)
     chosen = defaults.fill(args, command)
     directory = RunDirectory(args.run_dir)
     size = args.nodes + args.spares, args.nproc_per_node
@@ -92,11 +93,11 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         arguments.communicator_in(args),
         *size,
         os.environ,
-        advice=lambda seen: defaults.advice(seen, command),
+        advice=lambda gpus: defaults.advice(gpus, command),
     )
     settings = arguments.settings_from(args, communicator=communicator)
-    lasts = defaults.outlives_hosts(command, directory)
-    settings = defaults.resolve(settings, args.plan, lasts=lasts)
+    outlive = defaults.files_outlive_hosts(command, directory)
+    settings = defaults.resolve(settings, args.plan, outlives_hosts=outlive)
     restart = restarts.find_restart(directory, args, settings)
     if restart is not None:
         info = restart.info
@@ -110,7 +111,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if restart is None:
         preconditions.check_run_directory(directory)
         preconditions.check_shared_memory(info, info.nodes + info.spares)
-    # Refused here, not later by a standby.
+    # Refuse an unusable address now; otherwise a standby would fail later.
     address = common.local_address(settings.interface)
     common.listen(address, 0).close()
     failpoints.load()  # report a bad plan here, not in each process
@@ -121,11 +122,11 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     lock = restarts.lock_directory(directory)
     display = Display(quiet=args.quiet)
     follower = Follower(directory, display)
-    if chosen or command != given:
+    if chosen or command != original:
         display.line(f"run directory {directory.path}")
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
-    named = args.deadpool_persist_interval != "auto"
-    if settings.persist_interval in NEVER and (named or chosen):
+    is_requested = args.deadpool_persist_interval != "auto"
+    if settings.persist_interval in NEVER and (is_requested or chosen):
         display.line("checkpoints in the background are off: a power cut loses the state in memory")
     if line := defaults.sizes_line(command, info.world_size, info.nproc_per_node, info.settings):
         display.line(line)
@@ -149,6 +150,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
 
 
 def print_result(directory: RunDirectory, status: int, reason: str) -> None:
+    """Print a line for an exit status other than 0. Without a ``reason`` it has the result's."""
     if not reason and directory.has_final():
         try:
             reason = str(directory.read_final()["reason"])

@@ -1,5 +1,5 @@
 """The program of a run: the command of its members, also for a script of Megatron-LM, and the
-modules that are imported once, in the process from which training processes are forked.
+modules to preload, which the server that forks the members imports once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deadpool_megatron.settings import Settings, flag_name
 from deadpool_megatron.support import environment as nccl_environment, findings, flags, versions
 from deadpool_megatron.trainer.config import build_parser
 
-#: runs the script with the hooks
+#: the module that runs the user's script with the hooks
 MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
@@ -36,10 +36,10 @@ DEFAULT_PRELOAD = ",".join(f"deadpool_megatron.{name}" for name in (*_FRAMEWORK,
 
 
 def member_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of members: a script with ``--deadpool`` runs with the hooks, any other
-    command stays as given.
+    """Return the command of members. A script with ``--deadpool`` runs with the hooks; any other
+    command is unchanged.
 
-    Raises CommandError for a module with the flag: Megatron-LM is found by the script's path.
+    Raises CommandError for a module with the flag, as the script's path locates Megatron-LM.
     """
     if FLAG not in command[1:] or script_of(command) is not None:
         return tuple(command)
@@ -54,11 +54,11 @@ def script_of(command: Sequence[str]) -> str | None:
 
 
 def adopt(args: argparse.Namespace) -> tuple[str, ...]:
-    """Set ``args.command`` to the members' command, and put the settings on the script's command
-    line into ``args``. Return the user's command with all switches. A script of Megatron-LM in its
-    checkout gets the switch --deadpool if the user did not give it.
+    """Set ``args.command`` to the members' command, and put the settings among the script's
+    arguments into ``args``. Return the user's command with all switches. A script of Megatron-LM in
+    its checkout gets the switch --deadpool if the user did not give it.
 
-    Raises CommandError, also for errors that each process would report later.
+    Raises CommandError, also for errors that each process would otherwise report later.
     """
     switches = arguments.switches_in(args)
     if FLAG not in (*args.command, *switches) and _is_megatron_script(args.command[0]):
@@ -67,55 +67,57 @@ def adopt(args: argparse.Namespace) -> tuple[str, ...]:
     command, lines = member_command(args.command), list[str]()
     if script_of(command) is not None:
         version = versions.tree_version(versions.tree_of(Path(args.command[0])))
-        found = findings.judge(args.command, version=version)
-        if line := findings.refusal(found):
+        judgement = findings.judge(args.command, version=version)
+        if line := findings.refusal(judgement):
             raise CommandError(line)
-        lines = findings.notes(found)
+        lines = findings.notes(judgement)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     if nccl_environment.is_needed(getattr(args, "deadpool_communicator", "auto")):
         lines += [line for _, line in nccl_environment.overridden(os.environ)]
     for line in lines:
         print(f"deadpool: {line}", file=sys.stderr)
-    given, args.command = tuple(args.command), list(expanded(command))
-    return given
+    user_command, args.command = tuple(args.command), list(expanded(command))
+    return user_command
 
 
 def expanded(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command of the embedded trainer with its argument files expanded, as they may be
-    edited during the run; any other command as it is."""
-    with contextlib.suppress(UnicodeDecodeError):  # the trainer reports it
+    """Return a command of the embedded trainer with its argument files expanded, as the files may
+    be edited during the run. Return any other command unchanged."""
+    with contextlib.suppress(UnicodeDecodeError):  # the trainer reports the error
         if tuple(command[:2]) == EMBEDDED_TRAINER:
             return *command[:2], *build_parser()._read_args_from_files([*command[2:]])
     return tuple(command)
 
 
-def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules to preload: as ``given``, else those for the member's command."""
-    if given is None:
-        given = default if script_of(command) is None else PRELOAD
-    return tuple(name for name in given.split(",") if name)
+def modules(names: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules to preload: those in ``names``, which commas separate, else those for the
+    members' command."""
+    if names is None:
+        names = default if script_of(command) is None else PRELOAD
+    return tuple(name for name in names.split(",") if name)
 
 
 def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Set or remove the variable that names the script. Processes that inherit ``environment`` from
-    now on preload that script."""
+    """Set the variable that names the script, or remove it. Processes that inherit ``environment``
+    from now on preload the script."""
     environment.pop(SCRIPT_VARIABLE, None)
     if script := script_of(command):
         environment[SCRIPT_VARIABLE] = str(Path(script).absolute())
 
 
 def waits_for_forks(method: str) -> bool:
-    """Return whether the start waits until members can be forked. Only on hosts without an NVIDIA
-    driver does it do so for the method ``auto``."""
+    """Return whether the start waits until members can be forked. For the method ``auto`` it waits
+    only on a host without an NVIDIA driver."""
     return method == "fork" or (method == "auto" and not NVIDIA_CONTROL_DEVICE.exists())
 
 
 def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | None:
-    """Start a server that imports the modules once and forks members; None for ``exec``.
+    """Start a server that imports the modules once and forks members. Return None if members are
+    not forked.
 
-    On a host with an NVIDIA driver the imports probably use it, so that the server cannot fork. The
-    start does not wait for it there, and members are parked processes unless the server reports
-    that it can fork. Raises CommandError for a broken module.
+    On a host with an NVIDIA driver the imports probably use the driver, and the server cannot fork
+    then. So the start does not wait for the server there, and members are parked processes unless
+    the server reports that it can fork. Raises CommandError for a broken module.
     """
     method = settings.start_method
     if method == "exec":
@@ -138,22 +140,22 @@ def _is_megatron_script(script: str) -> bool:
     return is_in_checkout and "pretrain(" in path.read_text(errors="replace")
 
 
-def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:
+def _settings(script_arguments: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """Return the settings among the script's arguments. Raises CommandError if any is unknown or
-    contradicts an option of this command."""
+    contradicts the ``options`` of ``deadpool``."""
     try:
-        own, _ = arguments.given_in(own_options, script=False)
-        found, others = arguments.given_in(script_arguments, script=True)
+        own, _ = arguments.settings_in(options, script=False)
+        settings, others = arguments.settings_in(script_arguments, script=True)
     except argparse.ArgumentError as error:
         raise CommandError(f"in the script's arguments: {error}") from error
     unknown = next((text for text in others if text.startswith(f"{FLAG}-")), None)
     if unknown is not None:
         hint = arguments.advice_for_old(unknown) or "see 'deadpool run --help'"
         raise CommandError(f"the script's {unknown} is unknown: {hint}")
-    for name, value in found.items():
+    for name, value in settings.items():
         if own.get(name, value) != value:
             raise CommandError(
                 f"{flag_name(name)} is {own[name]} before the '--' and {value} in the script's"
                 " arguments: give it once"
             )
-    return found
+    return settings

@@ -1,1 +1,1 @@
-"""Bytes that runs leave in memory and on disk: verify, clean."""
+"""Commands on the state of runs in memory and on disk: ``verify`` and ``clean``."""

@@ -31,38 +31,39 @@ def run(args: argparse.Namespace) -> int:
         run_id = directory.read_run().run_id
         if not args.force and _is_alive(directory, run_id):
             raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
-        held = cleanup.kept_memory(directory, run_id)
-        if held and not args.yes and not _agrees(held):
+        memory = cleanup.kept_memory(directory, run_id)
+        if memory and not args.yes and not _agrees(memory):
             print("left as it is")
             return 0
         _clean(directory, run_id)
         return 0
-    found = cleanup.runs_in_memory()
-    if not found:
+    runs = cleanup.runs_in_memory()
+    if not runs:
         print("nothing to clean")
-    for run_id, path in found.items():
+    for run_id, path in runs.items():
         directory = _directory_of(run_id, path)
         if not args.force and _is_alive(directory, run_id):
             print(f"run {run_id} in {directory.path} is alive: left alone")
             continue
-        held = cleanup.kept_memory(directory, run_id) if directory.path == path else ""
-        if held and not args.force:
-            print(f"{held}: left alone")
+        memory = cleanup.kept_memory(directory, run_id) if directory.path == path else ""
+        if memory and not args.force:
+            print(f"{memory}: left alone")
             continue
         _clean(directory, run_id)
     return 0
 
 
-def _agrees(held: str) -> bool:
+def _agrees(memory: str) -> bool:
     """Return whether the user confirms. Raises CommandError without a terminal."""
     if not sys.stdin.isatty():
-        raise CommandError(f"{held}; without a terminal, confirm with --yes")
-    return input(f"{held}. Remove it? [y/N] ").strip().lower() in ("y", "yes")
+        raise CommandError(f"{memory}; without a terminal, confirm with --yes")
+    return input(f"{memory}. Remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
-    """Return the run directory that the shared memory names. If it is removed, another run's or
-    another user's, return the shared memory, which lists no processes."""
+    """Return the run directory that the shared memory names. If that directory is removed, or
+    belongs to another run or another user, return the folder of the memory, in which no process is
+    listed."""
     if path is not None:
         directory = RunDirectory(path)
         try:
@@ -76,7 +77,8 @@ def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
 
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
-    """Return whether a process other than a vault, which may be an orphan, is alive."""
+    """Return whether a process of the run is alive on this host; a vault alone, which may be an
+    orphan, does not count."""
     return bool(cleanup.working_processes(directory, run_id)) or cleanup.is_held(run_id)
 
 

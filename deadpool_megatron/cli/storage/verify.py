@@ -50,12 +50,12 @@ EXIT_BAD, EXIT_NOT_VERIFIED = 1, 2
 # The index of a torch_dist checkpoint.
 _INDEX = ".metadata"
 # The files of a checkpoint in Megatron's older format, each an archive of torch.
-_OF_RANKS = "mp_rank_*/*.pt"
+_RANK_FILES = "mp_rank_*/*.pt"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A directory (or file) to verify, and its method."""
+    """A directory (or file) to verify, and the function that verifies it."""
 
     kind: str
     path: Path
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify, and print the findings."""
     subjects = find_subjects(args.directory)
-    found: list[tuple[Subject, Finding]] = []
+    findings: list[tuple[Subject, Finding]] = []
     display = Display(sys.stderr, quiet=args.json or not sys.stderr.isatty())
     total = sum(_bytes_in(subject.path) for subject in subjects)
 
@@ -80,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
 
     meter = slot_check.Meter(show)
     for subject in subjects:
-        found += [(subject, finding) for finding in subject.verify(subject.path, meter)]
+        findings += [(subject, finding) for finding in subject.verify(subject.path, meter)]
     display.close()
-    verdicts = {finding.verdict for _, finding in found}
+    verdicts = {finding.verdict for _, finding in findings}
     status = EXIT_NOT_VERIFIED if Verdict.UNKNOWN in verdicts else 0
     status = EXIT_BAD if Verdict.BAD in verdicts else status
     if args.json:
-        print(json.dumps({"ok": not status, "findings": [_to_dict(t, f) for t, f in found]}))
+        print(json.dumps({"ok": not status, "findings": [_to_dict(t, f) for t, f in findings]}))
     else:
-        print("\n".join(_lines(subjects, found)))
+        print("\n".join(_lines(subjects, findings)))
     return status
 
 
@@ -96,53 +96,53 @@ def find_subjects(directory: Path) -> list[Subject]:
     """Return the subjects to verify in a directory. Raises CommandError if there are none."""
     if not directory.is_dir():
         raise CommandError(f"{directory} is not a directory")
-    found = list(dict.fromkeys(_subjects(directory)))
-    if not found:
+    subjects = list(dict.fromkeys(_subjects(directory)))
+    if not subjects:
         hint = "name a run directory, /dev/shm/deadpool-..., a dump, or a torch_dist checkpoint"
         if (directory / "run.json").exists():
             hint = "its run has left no dump, no checkpoint, and nothing in this host's memory"
         raise CommandError(f"{directory} holds nothing to verify: {hint}")
-    return found
+    return subjects
 
 
 def _subjects(directory: Path) -> Iterator[Subject]:
     if (directory / "run.json").exists():
-        yield from _of_run(RunDirectory(directory))
+        yield from _subjects_of_run(RunDirectory(directory))
     elif _is_checkpoint(directory):
         yield Subject("checkpoint", directory, verify_checkpoint)
     elif files := segment_files(directory):
-        dumped = all(path.name.startswith("dump-") for path in files)
-        yield Subject("dump" if dumped else "memory", directory, _segments)
+        is_dump = all(path.name.startswith("dump-") for path in files)
+        yield Subject("dump" if is_dump else "memory", directory, _verify_segments)
     else:
-        below = sorted(path for path in directory.iterdir() if path.is_dir())
-        for path in below:
+        folders = sorted(path for path in directory.iterdir() if path.is_dir())
+        for path in folders:
             if _is_checkpoint(path) or segment_files(path):
                 yield from _subjects(path)
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    return (directory / _INDEX).exists() or any(directory.glob(_OF_RANKS))
+    return (directory / _INDEX).exists() or any(directory.glob(_RANK_FILES))
 
 
-def _of_run(run: RunDirectory) -> Iterator[Subject]:
+def _subjects_of_run(run: RunDirectory) -> Iterator[Subject]:
     dumps = sorted(run.dump.glob("*")) if run.dump.is_dir() else []
     for kind, paths in (("memory", node_directories(run.read_run().run_id)), ("dump", dumps)):
-        yield from (Subject(kind, path, _segments) for path in paths if segment_files(path))
-    for path in dict.fromkeys(_durable(run)):
+        yield from (Subject(kind, path, _verify_segments) for path in paths if segment_files(path))
+    for path in dict.fromkeys(_durable_checkpoints(run)):
         if path.is_dir():
             yield Subject("checkpoint", path, verify_checkpoint)
     if run.latest.exists():
-        yield Subject("latest", run.latest, _latest)
+        yield Subject("latest", run.latest, _verify_latest)
     if frozen_file.files_in(run.frozen):
-        yield Subject("frozen", run.frozen, _frozen)
+        yield Subject("frozen", run.frozen, _verify_frozen)
 
 
-def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
+def _verify_segments(directory: Path, progress: Progress) -> Iterator[Finding]:
     for path in segment_files(directory):
         yield from slot_check.verify_segment(path, progress)
 
 
-def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
+def _verify_frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
     for path in frozen_file.files_in(folder):
         yield _finding(path, "frozen weights", frozen_file.problem_in(path, progress))
 
@@ -152,7 +152,7 @@ def _finding(path: Path, noun: str, reason: str, nbytes: int | None = None) -> F
     return Finding(path, noun, path.stat().st_size if nbytes is None else nbytes, verdict, reason)
 
 
-def _latest(path: Path, _: Progress) -> Iterator[Finding]:
+def _verify_latest(path: Path, _: Progress) -> Iterator[Finding]:
     reason = _problem_of(path, "kind", "")
     newest = {} if reason else read_json(path)
     place = path.parent / str(newest.get("path"))
@@ -162,8 +162,8 @@ def _latest(path: Path, _: Progress) -> Iterator[Finding]:
 
 
 def _problem_of(path: Path, name: str, missing: str) -> str:
-    """Return why a file cannot be read as a JSON object, ``missing`` if it lacks the key ``name``,
-    else an empty string."""
+    """Return the reason why a file cannot be read as a JSON object, or ``missing`` if the object
+    lacks the key ``name``; empty if the file is good."""
     try:
         return "" if name in read_json(path) else missing
     except OSError as error:
@@ -172,12 +172,12 @@ def _problem_of(path: Path, name: str, missing: str) -> str:
         return f"cannot be read: {error}"
 
 
-def _durable(run: RunDirectory) -> Iterator[Path]:
-    """Yield all checkpoints that were written; old checkpoints may have been removed since."""
+def _durable_checkpoints(run: RunDirectory) -> Iterator[Path]:
+    """Yield all checkpoints that the run has written; some may have been removed since."""
     for event in read_events(run.events):
         if event.kind is Kind.DURABLE and "path" in event.data:
             yield Path(str(event.data["path"]))
-    # _latest() reports these errors.
+    # _verify_latest() reports these errors.
     with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):
         newest = read_json(run.latest)
         if newest.get("kind") == "durable":
@@ -185,28 +185,28 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
-    """Yield a finding for each file of a checkpoint. Its torch_dist index must be readable, the
+    """Yield a finding for each file of a checkpoint. The torch_dist index must be readable, the
     files and byte ranges in it must exist, and the checksums of torch's archives must match.
 
-    Stops once the directory is removed: a live run prunes.
+    Stops if the directory is removed: a live run removes old checkpoints.
     """
-    for finding in _of_checkpoint(directory, progress):
+    for finding in _verify_files(directory, progress):
         if finding.verdict is Verdict.BAD and not directory.is_dir():
             return
         yield finding
 
 
-def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
+def _verify_files(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for path in extras_file.files_in(directory):
         yield _finding(path, "extras", extras_file.problem_in(path))
-    if files := sorted(directory.glob(_OF_RANKS)):
+    if files := sorted(directory.glob(_RANK_FILES)):
         yield from (_verify_file(file, None, progress) for file in files)
         return
     path, ranges = directory / _INDEX, defaultdict[str, list[tuple[int, int]]](list)
     try:
-        check_checkpoint(directory)  # the index is unpickled: another user's could run any code
+        check_checkpoint(directory)  # the index is unpickled, so another user's could run any code
         index = FileSystemReader(directory).read_metadata()
         is_in_index = any(key.startswith("common_state/") for key in index.state_dict_metadata)
         for place in index.storage_data.values():
@@ -220,24 +220,25 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
         return
     count = sum(map(len, ranges.values()))
     yield _finding(path, f"index of {count} entries", "")
-    for name, found in sorted(ranges.items()):
-        if "/" in name:  # it would lead out of the checkpoint
+    for name, file_ranges in sorted(ranges.items()):
+        if "/" in name:  # the path would lead out of the checkpoint
             yield _finding(directory / name, "entries", "is not a file of the checkpoint", nbytes=0)
         else:
-            yield _verify_file(directory / name, found, progress)
-    # Files that Megatron adds to torch's. From 0.19 on the common values are in the index.
+            yield _verify_file(directory / name, file_ranges, progress)
+    # Megatron adds files to those of torch. From 0.19 on the common values are in the index.
     common, configuration = directory / "common.pt", directory / "metadata.json"
     if common.exists() or (configuration.exists() and not is_in_index):
         yield _verify_file(common, None, progress)
     if common.exists() or configuration.exists() or is_in_index:
-        # Without it Megatron does not recognize the format.
+        # Without the configuration Megatron does not recognize the format.
         text = "does not say how it is to be read"
         reason = _problem_of(configuration, "sharded_backend", text)
         yield _finding(configuration, "format", reason, nbytes=0)
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Progress) -> Finding:
-    """Verify a file. ``ranges``: the archives in it; None if the file is an archive."""
+    """Verify a file. ``ranges``: (offset, length) of the entries in it, in bytes; None if the whole
+    file is an archive."""
     noun = "1 entry" if ranges is None else f"{len(ranges)} entries"
     try:
         with open(path, "rb") as file:
@@ -256,12 +257,13 @@ def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Pro
 
 
 def _damage(entry: _Slice, *, is_archive: bool) -> str:
-    """Return the damage of an entry; torch writes an archive with a CRC for each record."""
+    """Return the damage of an entry; empty if it is good. Torch writes an archive that has a CRC
+    for each record."""
     head = entry.read(4)
     if head != b"PK\x03\x04":
         if is_archive or (head and not head.strip(b"\0")):
             return "is no archive of torch" if head.strip(b"\0") else "is empty"
-        return ""  # another format, of which only the presence can be verified
+        return ""  # an entry in another format; only its presence can be verified
     entry.seek(0)
     try:
         with zipfile.ZipFile(entry) as archive:
@@ -291,8 +293,8 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._at)
-        left = max(0, self._length - self._at)
-        count: int = self._file.readinto(memoryview(buffer)[:left])
+        remaining = max(0, self._length - self._at)
+        count: int = self._file.readinto(memoryview(buffer)[:remaining])
         self._at += count
         return count
 
@@ -311,19 +313,19 @@ def _to_dict(subject: Subject, finding: Finding) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, "")}
 
 
-def _lines(subjects: Iterable[Subject], found: list[tuple[Subject, Finding]]) -> list[str]:
+def _lines(subjects: Iterable[Subject], all_findings: list[tuple[Subject, Finding]]) -> list[str]:
     rows = []
     for subject in subjects:
-        own = [finding for of, finding in found if of == subject]
-        generations = sorted({f.generation for f in own if f.generation is not None})
+        findings = [finding for owner, finding in all_findings if owner == subject]
+        generations = sorted({f.generation for f in findings if f.generation is not None})
         for generation in [*reversed(generations), None]:
-            findings = [f for f in own if f.generation == generation]
-            rows += [_row(subject, generation, findings)] if findings else []
-        if not own:
+            group = [f for f in findings if f.generation == generation]
+            rows += [_row(subject, generation, group)] if group else []
+        if not findings:
             rows.append([f"{subject.kind} {subject.path}", "-", "-", "0", "0 B", "nothing sealed"])
     header = ("where", "generation", "roles", "parts", "size", "verdict")
     lines = table(header, rows)
-    for _, finding in found:
+    for _, finding in all_findings:
         if finding.verdict in (Verdict.BAD, Verdict.UNKNOWN):
             where = f"{finding.path}: {finding.name}"
             if finding.generation is not None:
@@ -334,7 +336,7 @@ def _lines(subjects: Iterable[Subject], found: list[tuple[Subject, Finding]]) ->
 
 def _row(subject: Subject, generation: Any, findings: list[Finding]) -> list[str]:
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
-    shown = [f"{n} {verdict}" for verdict, n in counts.items() if n and verdict is not Verdict.GOOD]
+    texts = [f"{n} {verdict}" for verdict, n in counts.items() if n and verdict is not Verdict.GOOD]
     roles = {finding.role for finding in findings if finding.role is not None}
     return [
         f"{subject.kind} {subject.path}",
@@ -342,7 +344,7 @@ def _row(subject: Subject, generation: Any, findings: list[Finding]) -> list[str
         str(len(roles)) if roles else "-",
         str(len(findings)),
         size(sum(finding.nbytes for finding in findings)),
-        ", ".join(shown) or "good",
+        ", ".join(texts) or "good",
     ]
 
 

@@ -290,7 +290,7 @@ def _judge_all(core: Core) -> None:
 
 
 def _judge(
-    core: Core, facts: HostFacts | None, agreed: eligibility.Agreed, *, fresh: bool
+    core: Core, facts: HostFacts | None, agreed: eligibility.CommonFacts, *, fresh: bool
 ) -> Judgement:
     if core.settings.check == "off":
         return Judgement()

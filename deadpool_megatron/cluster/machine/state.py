@@ -20,7 +20,7 @@ from deadpool_megatron.layout.planner import common_layouts, is_kept
 from deadpool_megatron.layout.ranks import rank_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.sizes import SizeChanges, Sizes
-from deadpool_megatron.preflight.eligibility import Agreed, Eligibility, HostFacts, Judgement
+from deadpool_megatron.preflight.eligibility import CommonFacts, Eligibility, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
 
 NOTHING = records.Generation(0, 0)
@@ -486,7 +486,7 @@ class State:
     early: str = ""
     unsaved: str = ""
     requests: tuple[Request, ...] = ()
-    agreed: Agreed | None = None
+    agreed: CommonFacts | None = None
 
     @property
     def phase(self) -> Phase:
