@@ -108,7 +108,7 @@ rm -rf '$venv'
 '$python' -m venv '$venv'
 '$venv/bin/python' -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
 '$venv/bin/python' -m pip install -q numpy xxhash einops PyYAML zfec expecttest hypothesis \
-    pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard matplotlib mkdocs \
+    cryptography pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard matplotlib mkdocs \
     prometheus-client
 touch '$venv/ready'
 " || fail "torch $torch or megatron-core $megatron could not be installed"

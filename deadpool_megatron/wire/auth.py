@@ -7,12 +7,15 @@ or address. The run secret is made by the launcher (file ``secret`` in the run d
 or given in ``DEADPOOL_SECRET``.
 
 All later messages are records with keys from the same secret and nonces
-(:mod:`~deadpool_megatron.wire.sealed_records`), which are not encrypted.
+(:mod:`~deadpool_megatron.wire.sealed_records`), which are not encrypted. Each side also states
+whether it can compute a MAC of bulk bytes. Both statements enter the proofs, so a man in the middle
+cannot take the MAC away.
 """
 
 from __future__ import annotations
 
 import hmac
+import importlib.util
 import ipaddress
 import os
 import re
@@ -35,6 +38,8 @@ _OTHER_VERSION = {"t": "other-version"}
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _MIN_SECRET_BYTES = 16
 _MAX_ADDRESS_CHARACTERS = 80
+# Whether this host can compute the MAC of bulk bytes.
+CAN_GMAC = importlib.util.find_spec("cryptography") is not None
 # Set to 1 on nodes whose addresses look different to others (NAT, services of a cluster).
 NAT_VARIABLE = "DEADPOOL_TRANSLATED_ADDRESSES"
 
@@ -100,6 +105,12 @@ def address_of(name: Any) -> str:
     return f"{mapped or address}:{name[1]}"
 
 
+def leaves_host(address: str) -> bool:
+    """Return whether bytes for an address (``ADDRESS:PORT``; or empty) leave the host."""
+    host = address.rpartition(":")[0]
+    return bool(host) and not ipaddress.ip_address(host).is_loopback
+
+
 class Handshake:
     """The three messages as pure data, shared by the blocking and the asyncio form.
 
@@ -114,10 +125,13 @@ class Handshake:
         self._nonce = secrets.token_hex(16)
         self._peer_nonce = ""
         self._nonces = ""  # first that of the connecting side
+        self._has_gmac = CAN_GMAC and leaves_host(address)
+        self._offers = (False, False)  # to compute a MAC, in the same order
 
     def hello(self) -> dict[str, Any]:
         """Return the first message, of the connecting side."""
-        return {"t": "hello", "run": self._realm, "nonce": self._nonce, "to": self._address}
+        about = {"nonce": self._nonce, "gmac": self._has_gmac}
+        return {"t": "hello", "run": self._realm, "to": self._address, **about}
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Return the second message, of the accepting side: its nonce and its proof."""
@@ -133,12 +147,15 @@ class Handshake:
                 )
             self._address = dialled
         self._nonces = f"{self._peer_nonce}|{self._nonce}"
-        return {"t": "challenge", "nonce": self._nonce, "proof": self._proof("accept")}
+        self._offers = (bool(hello.get("gmac")), self._has_gmac)
+        about = {"nonce": self._nonce, "gmac": self._has_gmac}
+        return {"t": "challenge", "proof": self._proof("accept"), **about}
 
     def answer(self, challenge: dict[str, Any]) -> dict[str, Any]:
         """Return the third message, of the connecting side, which has checked the peer's proof."""
         self._peer_nonce = _nonce_of(challenge)
         self._nonces = f"{self._nonce}|{self._peer_nonce}"
+        self._offers = (self._has_gmac, bool(challenge.get("gmac")))
         self._check(challenge, "challenge", "accept")
         return {"t": "answer", "proof": self._proof("connect")}
 
@@ -148,10 +165,11 @@ class Handshake:
 
     def direction(self, label: str) -> records.Direction:
         """Return the direction in which the side with this label ("connect" or "accept") sends."""
-        return records.Direction(self._digest(f"records of {label}"))
+        key = self._digest(f"records of {label}")
+        return records.Direction(key, has_gmac=all(self._offers))
 
     def _digest(self, label: str) -> bytes:
-        text = f"{label}|{self._realm}|{self._address}|{self._nonces}"
+        text = f"{label}|{self._realm}|{self._address}|{self._nonces}|{self._offers}"
         return hmac.digest(self._secret, text.encode(errors="replace"), "sha256")
 
     def _proof(self, label: str) -> str:

@@ -1,6 +1,6 @@
 """Length-prefixed JSON frames over a stream socket, for blocking sockets and for asyncio.
 
-Frame: magic ``DPM3`` (4 bytes), length of the body (4 bytes, big endian), body: a JSON object
+Frame: magic ``DPM4`` (4 bytes), length of the body (4 bytes, big endian), body: a JSON object
 (UTF-8), compressed if it is long. The magic changes with the form of frames and records, so that
 versions notice each other. Bulk bytes follow a frame outside of it; its ``nbytes`` is their number
 (see vault/).
@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAGIC = b"DPM3"
+MAGIC = b"DPM4"
 _HEADER = struct.Struct(">4sI")
 HEADER_BYTES = _HEADER.size
 MAXIMUM_FRAME_BYTES = 32 << 20

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.sealed_records import RecordSocket
 from tests.wire.visitors import SECRET
 
 
@@ -60,6 +61,57 @@ def test_both_sides_prove_themselves():
     connecting, accepting = sides()
     answer = connecting.answer(accepting.challenge(connecting.hello()))
     accepting.verify(answer)
+
+
+def sides_that_can(monkeypatch, connecting: bool, accepting: bool, address: str = ADDRESS):
+    found = []
+    for able in (connecting, accepting):
+        monkeypatch.setattr(auth, "CAN_GMAC", able)
+        found.append(auth.Handshake(SECRET, "run", address))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("able", "address", "has_gmac"),
+    [
+        ((True, True), ADDRESS, True),
+        ((True, True), "::1:1", False),
+        ((True, True), "127.0.0.1:1", False),
+        ((True, False), ADDRESS, False),
+        ((False, True), ADDRESS, False),
+    ],
+)
+def test_bulk_bytes_have_a_mac_where_both_sides_can_and_they_leave_the_host(
+    monkeypatch, able, address, has_gmac
+):
+    connecting, accepting = sides_that_can(monkeypatch, *able, address)
+    accepting.verify(connecting.answer(accepting.challenge(connecting.hello())))
+    checksums = []
+
+    def checksum(data: bytes, **_: int) -> bytes:
+        checksums.append(bytes(data))
+        return b"sum"
+
+    monkeypatch.setattr("xxhash.xxh3_128_digest", checksum)
+    near, far = (RecordSocket.of(each) for each in socket.socketpair())
+    with near, far:
+        near.begin(connecting.direction("connect"), connecting.direction("accept"))
+        far.begin(accepting.direction("accept"), accepting.direction("connect"))
+        for data in (b"state", b"of a role"):
+            near.send_bulk(memoryview(data))
+            assert far.recv_into(target := bytearray(20)) == len(data)
+            assert target.startswith(data)
+    assert bool(checksums) is not has_gmac
+
+
+@pytest.mark.parametrize("side", ["hello", "challenge"])
+def test_nobody_between_two_sides_takes_the_mac_away(monkeypatch, side):
+    connecting, accepting = sides_that_can(monkeypatch, True, True)
+    hello = connecting.hello()
+    assert hello["gmac"] is True
+    challenge = accepting.challenge(hello | {"gmac": side != "hello"})
+    with pytest.raises(auth.AuthenticationError):
+        connecting.answer(challenge | {"gmac": side != "challenge"})
 
 
 def test_a_recorded_conversation_cannot_be_played_again():

@@ -135,7 +135,7 @@ async def test_peer_of_another_version_is_informed():
         writer.close()
         await inside.until(lambda: inside.refusals)
     (text,) = inside.refusals
-    assert "the other end speaks 'DPM1', this one 'DPM3': install one version" in text
+    assert "the other end speaks 'DPM1', this one 'DPM4': install one version" in text
 
 
 async def test_a_crowd_of_agents_gets_in_one_after_the_other():

@@ -50,6 +50,40 @@ def test_any_changed_bit_is_noticed(data):
     assert len(found) < len(b"".join(contents))
 
 
+@pytest.mark.parametrize("has_gmac", [False, True])
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_any_changed_bit_of_bulk_bytes_is_noticed(has_gmac, content, data):
+    header = len(content) | 1 << 31
+    tag = Direction(KEY, has_gmac=has_gmac).tag(header, content)
+    changed = bytearray(content)
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    changed[bit // 8] ^= 1 << (bit % 8)
+    Direction(KEY, has_gmac=has_gmac).check(header, content, tag)
+    with pytest.raises(AlteredError):
+        Direction(KEY, has_gmac=has_gmac).check(header, changed, tag)
+
+
+def test_no_nonce_is_used_twice_with_a_key(monkeypatch):
+    """Else an AES-GMAC gives its key away."""
+    used = []
+
+    class Cipher:
+        def __init__(self, key: bytes) -> None:
+            self.key = key
+
+        def encrypt(self, nonce: bytes, data: bytes, associated: bytes) -> bytes:
+            used.append((self.key, nonce))
+            return data + associated
+
+    monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", Cipher)
+    for key in (b"there" * 8, b"back" * 8):
+        direction = Direction(key, has_gmac=True)
+        for content in (b"one", b"one", b"two"):
+            direction.tag(len(content) | 1 << 31, content)
+            direction.tag(len(content), content)
+    assert len({*used}) == len(used) == 6
+
+
 CHANGES: dict[str, Change] = {
     "sent again": lambda sent: [sent[0], sent[0], *sent[1:]],
     "left out": lambda sent: sent[1:],

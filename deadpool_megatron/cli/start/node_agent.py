@@ -47,6 +47,10 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
 _PORT_FLAG = "--coordinator-port"
+_NO_MAC = (
+    "copies of states to other hosts have a checksum, no MAC: pip install 'deadpool-megatron[mac]'"
+    " on all nodes (docs/security.md)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +166,9 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         preconditions.read_domains(info.settings)  # the file may be on the first host only
     host, domain = _place(args, slurm, info.settings)
     preconditions.check_address(run, host)
-    _check_listening(run, args, host)
+    address = _check_listening(run, args, host)
+    if auth.leaves_host(address) and not auth.CAN_GMAC:
+        print(_NO_MAC, file=sys.stderr, flush=True)
     common.warn_of_danger_above(run.path, info)
     if fixed is not None:
         # Fail at once for a wrong address or secret, not only after the time limit.
@@ -206,13 +212,15 @@ def _place(
     return host, domain
 
 
-def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:
+def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> str:
     """Check that this host has the address and that the port is free. Without this check the vault
-    would fail after all imports, or a standby in a takeover. Raises CommandError."""
+    would fail after all imports, or a standby in a takeover. Returns ``ADDRESS:PORT``. Raises
+    CommandError."""
     port = 0 if args.no_standby else args.coordinator_port
     if common.coordinator_address(run) == (host, port):
         port = 0  # a coordinator of this run, started by an earlier agent, may still use it
-    common.listen(host, port, flags=(_PORT_FLAG, "--host")).close()
+    with common.listen(host, port, flags=(_PORT_FLAG, "--host")) as listener:
+        return auth.address_of(listener.getsockname())
 
 
 def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
