@@ -9,7 +9,7 @@ progress     reports of members: each step once, divergence, exits
 files        files that the run writes about itself: events, result, bad nodes
 checkpoints  the life of a checkpoint: requested, pinned, written, valid, removed
 export_interval  which iterations are exported, and when each is ordered
-durable      a checkpoint's name: one rename, owner, pruning
+new_checkpoint   how a checkpoint becomes valid: sync, rename, owner, pruning
 watchdog     silence, hangs, slow nodes, cadence
 commands     the status for users, and their requests
 succession   the state from which a coordinator starts

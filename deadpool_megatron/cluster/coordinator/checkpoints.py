@@ -3,13 +3,14 @@
 The training processes write a *save* themselves. Once all its files exist, they ask the coordinator
 to make it valid: to give it its final name and record it as a point of restart.
 
-An *export* is written while training continues, in three steps: *taking* (the vault of every node
-that trains pins the generation, and reports it once it is committed), *writing* (an exporter on
-each of these nodes; that of role 0 makes a checkpoint of all files), *publishing* (rename,
-pointers, pruning). Any failure on the way ends the export. The next export is tried when it is due:
-after an interval of iterations if the user gave any, else half an hour after the last checkpoint of
-any kind, or later if writing would otherwise take more than a tenth of the time. Neither training
-nor a recovery waits for an export.
+An *export* is written while training continues, in three steps. *Taking*: the vault of every
+training node pins the generation, and reports when it is committed. *Writing*: an exporter on each
+of these nodes writes files, and the exporter of role 0 makes a checkpoint of all files.
+*Publishing*: the coordinator renames it, updates pointers and prunes. Any failure on the way ends
+the export. The next export is tried when it is due: after an interval of iterations if the user has
+given an interval, else half an hour after the last checkpoint of any kind, or later if writing
+would otherwise take more than a tenth of the time. Neither training nor a recovery waits for an
+export.
 
 The *dump* of a run that ends because it has no spare is on the disk, and is exported from there.
 
@@ -58,19 +59,19 @@ from deadpool_megatron.vault.errors import Code
 # times the duration of the checkpoint if that is longer.
 _USUAL_SECONDS = 1800.0
 _PAUSE_FACTOR = 9
-# The last export may take this share of a run's remaining time; the rest is for the dump.
+# The last export may take this share of a run's remaining time; the dump needs the other part.
 _SHARE_OF_EXPORT = 0.5
-# The dump waits for this share of that time until the files of a failed export are removed.
+# The dump waits at most this share of the remaining time for the removal of a failed export.
 _SHARE_OF_REMOVAL = 0.1
-# Time for the entry of a dump in latest.json; after it the dump is exported in any case.
+# Time to enter a dump into latest.json; then the dump is exported, whether entered or not.
 _ENTRY_SECONDS = 10.0
 _LAST_EXPORT = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export that is to begin as soon as possible; ``number``: that of the user's request, 0 for
-    an export that no user requested."""
+    """An export that is to begin as soon as possible. ``number``: the number of the user's request,
+    0 for an export that no user requested."""
 
     directory: Path
     number: int = 0
@@ -81,9 +82,9 @@ class PendingEnd:
     """The end of a run that waits for its last export.
 
     The state is dumped when the export is over, at ``dump_at`` at the latest. If the export fails,
-    the dump waits until its files are removed, ``removal_seconds`` at most; ``is_removed`` is False
-    during that wait. ``ends_at``: when the run is ended from outside. Times are of the monotonic
-    clock."""
+    the dump waits until the files of the export are removed, ``removal_seconds`` at most;
+    ``is_removed`` is False during that wait. ``ends_at``: when something else ends the run. Times
+    are of the monotonic clock."""
 
     reason: str
     dump_at: float
@@ -95,9 +96,9 @@ class PendingEnd:
 @dataclass
 class Export:
     """An export in progress. It is written to the directory ``unfinished``, and given up at
-    ``limit`` (monotonic clock). ``boundary``: the last moment after the iteration whose extras it
-    includes; ``dump``: its source, if that is not memory; ``awaited``: the nodes that have not
-    reported the end of this step."""
+    ``limit`` (monotonic clock). ``boundary``: the last moment after the iteration whose extras the
+    export includes; ``dump``: the source, if that is not memory; ``awaited``: the nodes that have
+    yet to report the end of the step. ``pinned``: role -> pinned generation and boundary."""
 
     name: str
     epoch: int
@@ -131,17 +132,17 @@ class Checkpoints:
         options, self._context = context.options, context
         self._settings = options.info.settings
         self._run, self._run_id = options.run, options.info.run_id
-        # For exports whose request names no other directory.
+        # The directory of exports whose request names no other directory.
         self._directory = export_directory(self._settings, self._run)
-        # The names of exports begin with it. As it cannot be guessed, no other user can create the
-        # directory of an export first.
+        # The names of exports begin with this text. As it cannot be guessed, no other user can
+        # create the directory of an export first.
         self._prefix = f"{options.term.number}.{secrets.token_hex(4)}"
-        # A thread of its own: the pool's threads write the journal, and with a hung disk each
-        # failed export would block another thread.
+        # A separate thread removes files. The threads of the pool write the journal, and if the
+        # disk hangs, each failed export would block another of them.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
-        # Paths of checkpoints from which the program began: the run has not written them, so they
-        # show no progress. Their lineage is 0.
+        # Paths of checkpoints that the program has loaded, not written, so that they are no
+        # progress. Their lineage is 0.
         valid = options.recovered.valid
         self.loaded = {restore.path for restore in valid if not restore.generation.lineage}
         self._interval = ExportInterval(self._settings.export_iterations)
@@ -150,7 +151,7 @@ class Checkpoints:
         self._by_time = self._settings.persist_interval == "auto"
         # Whether a tick has work: there is an interval, or there was an order.
         self.is_used = self._by_time or self._settings.export_iterations > 0
-        # Iterations between the newest and that to export; more after an order that came too late.
+        # Iterations from the newest to the iteration to export; more after an order was too late.
         self._margin = MIN_MARGIN
         self._export_count = 0
         self._request: ExportRequest | None = None
@@ -182,10 +183,10 @@ class Checkpoints:
 
     def pending(self) -> list[str]:
         """Return descriptions of the checkpoints that are being made valid."""
-        found = [f"the checkpoint of iteration {iteration}" for _, iteration in sorted(self._saves)]
+        texts = [f"the checkpoint of iteration {iteration}" for _, iteration in sorted(self._saves)]
         if self._export is not None:
-            found.append(f"the background checkpoint of iteration {self._export.iteration}")
-        return found
+            texts.append(f"the background checkpoint of iteration {self._export.iteration}")
+        return texts
 
     def status(self) -> dict[str, Any]:
         """Return, for people: ``now`` (the current export), ``last`` (the last export's result)."""
@@ -194,8 +195,8 @@ class Checkpoints:
         return {"now": now, "last": self._last}
 
     async def save(self, m: Mapping[str, Any]) -> None:
-        """Make a checkpoint valid, all of whose files exist, if its epoch is still open. After a
-        takeover agents that have received no result request it again.
+        """Make a checkpoint whose files all exist valid, if its epoch is still open. After a
+        takeover, agents that have received no result request it again. ``m``: the request.
         """
         save = int(m["epoch"]), int(m["iteration"])
         if save not in self._saves:
@@ -224,7 +225,8 @@ class Checkpoints:
         self._feed()
 
     def tick(self) -> None:
-        """Begin due exports, give up those that cannot finish, publish those that are written."""
+        """Begin an export that is due, give up an export that cannot finish, or publish an export
+        that is written."""
         state, now = self._context.state, time.monotonic()
         self._interval.observe(state.reached)
         export, end = self._export, self._pending_end
@@ -245,8 +247,8 @@ class Checkpoints:
     # The end of a run.
 
     def _end_run(self, reason: str, seconds: float | None) -> None:
-        """End the run with a dump. Where exports are configured, or the dump is of fewer roles than
-        the next run has, the run first exports a last time while it trains, for half of the
+        """End the run with a dump. If exports are configured, or the dump would have fewer roles
+        than the next run, the run first exports a last time while it trains, for half of the
         ``seconds`` at most. If the order is repeated, the earliest end counts.
         """
         now, state = time.monotonic(), self._context.state
@@ -273,11 +275,11 @@ class Checkpoints:
         self._context.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
 
     def _request_dump(self, reason: str, ends_at: float | None) -> None:
-        """Give up what has not been published, and request the dump that ends the run."""
+        """Give up an export that is not being published, and request the dump that ends the run."""
         self._pending_end = None
         self._refuse_request("the run ends")
         if self._export is not None and not self._export.is_publishing:
-            self._abandon("the run ends")  # it must not write while the nodes dump
+            self._abandon("the run ends")  # the export must not write while the nodes dump
         seconds = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         self._inputs.append(inputs.DumpRequested(reason, seconds))
 
@@ -324,11 +326,12 @@ class Checkpoints:
         if export.generation is None:
             is_closed = state.standing_epoch != export.epoch
             return f"epoch {export.epoch} was closed" if is_closed else ""
-        # Rule 5: it may belong to an abandoned lineage of this run.
-        kept = is_kept(state.lineage.kept, export.generation)
-        return "" if kept else "training has continued from an earlier state"
+        # The generation may belong to an abandoned lineage, of which nothing may be published.
+        has_kept = is_kept(state.lineage.kept, export.generation)
+        return "" if has_kept else "training has continued from an earlier state"
 
     def _begin_if_due(self, state: State) -> None:
+        """Begin the export of a dump, of a request or of the interval, if there is any."""
         if state.phase in LAST_PHASES:
             self._refuse_request("the run is over")
         if self._dumped is not None and state.phase is Phase.DUMPING:
@@ -374,7 +377,7 @@ class Checkpoints:
         self, iteration: int, epoch: int, request: ExportRequest, nodes: Iterable[int]
     ) -> Export:
         if not self._export_count:
-            # Unfinished exports of an earlier coordinator may take the space of this export.
+            # Unfinished exports of an earlier coordinator may occupy the space for this export.
             self._remover.submit(remove_unfinished, self._directory, self._run_id, self._prefix)
         self._export_count += 1
         name = f"{self._prefix}.{self._export_count}"
@@ -395,15 +398,15 @@ class Checkpoints:
         self._order(export, kind, nodes, **where, **content)
 
     def _begin_writing(self, export: Export) -> None:
-        found = set(export.pinned.values())
-        if export.pinned.keys() != self._context.state.seats.keys() or len(found) != 1:
-            moments = ", ".join(sorted({f"{each.iteration} after {step}" for each, step in found}))
-            self._abandon(f"the roles have pinned different moments: {moments}")
+        moments = set(export.pinned.values())
+        if export.pinned.keys() != self._context.state.seats.keys() or len(moments) != 1:
+            text = ", ".join(sorted({f"{each.iteration} after {step}" for each, step in moments}))
+            self._abandon(f"the roles have pinned different moments: {text}")
             return
         self._margin = MIN_MARGIN
         if export.request.directory == self._directory:
-            self._interval.taken(export.iteration)
-        ((export.generation, _),) = found
+            self._interval.note_pinned(export.iteration)
+        ((export.generation, _),) = moments
         export.step, export.awaited = "writing", set(export.nodes)
         failpoints.hit("coordinator.export", iteration=export.iteration)
         self._order_writing(export, "write", export.nodes, export.pinned)
@@ -429,7 +432,7 @@ class Checkpoints:
         self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
         if is_automatic:
             state = self._context.state
-            # A recovery may be loading an older checkpoint: keep all (0) until the next export.
+            # Outside RUNNING a recovery may be loading an older checkpoint: prune nothing (0).
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
             needed = {restore.path for restore in state.lineage.valid[:1]}
             arguments = (self._run, self._run_id, final, keep, needed)
@@ -444,7 +447,7 @@ class Checkpoints:
         self._feed()
 
     def _abandon(self, reason: str, *, again: bool = False) -> None:
-        """Give up the export and remove its files; ``again``: try a later iteration, because this
+        """Give up the export and remove its files. ``again``: try a later iteration, because this
         iteration was overwritten before it was pinned."""
         export, self._export, end = self._export, None, self._pending_end
         assert export is not None
@@ -457,9 +460,10 @@ class Checkpoints:
         else:
             self._margin = MIN_MARGIN
             if is_of_interval and export.generation is None:
-                self._interval.failed(export.epoch, export.iteration)
+                self._interval.note_failed(export.epoch, export.iteration)
             if is_of_interval and self._context.state.standing_epoch == export.epoch:
-                self._due = time.monotonic() + _USUAL_SECONDS  # after a recovery it stays due
+                # If a recovery ended the export instead, the next export stays due.
+                self._due = time.monotonic() + _USUAL_SECONDS
         self._last = {"iteration": export.iteration, "path": "", "error": reason}
         self._context.warn(
             f"no checkpoint of iteration {export.iteration} in the background: {reason}"
@@ -473,9 +477,9 @@ class Checkpoints:
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
-        """Remove the files of a failed export; if it was the last, then request the dump, which
-        waits for its space. Files that an exporter still writes while it is being killed are left
-        to its agent."""
+        """Remove the files of a failed export. If it was the last export, then request the dump,
+        which may need the space. If an exporter writes more files while it is being killed, its
+        agent removes them."""
         remove = functools.partial(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.get_running_loop().run_in_executor(self._remover, remove)
         # If the removal took too long, tick() has requested the dump already.
@@ -484,8 +488,8 @@ class Checkpoints:
             self._feed()
 
     def _answer(self, export: Export, path: str) -> None:
-        """Report the end of an export to the machine, unless it is tried again. ``path``: that of
-        the checkpoint, empty if the export failed."""
+        """Report the end of an export to the machine, unless it is tried again. ``path``: the path
+        of the checkpoint, empty if the export failed."""
         number = export.request.number
         if number and (self._request is None or self._request.number != number):
             error = "" if path else self._last["error"]
@@ -494,7 +498,7 @@ class Checkpoints:
             self._inputs.append(inputs.DumpExported(export.dump.restore.generation, path))
 
     def _refuse_request(self, reason: str) -> None:
-        """Drop the pending request; report it as refused if it is a user's."""
+        """Drop the pending request, if any; report the refusal if a user has made it."""
         request, self._request = self._request, None
         if request is not None and request.number:
             self._inputs.append(inputs.Exported(request.number, 0, "", reason))
@@ -507,10 +511,11 @@ class Checkpoints:
     # Saves.
 
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
+        """Make a save valid and report that, or log why it did not become valid."""
         context = self._context
         while context.state.phase in (Phase.BOOTSTRAPPING, Phase.OPENING):
-            # After a takeover it is not known yet whether the epoch stays open, and a load is
-            # reported before all roles have finished it. Neither phase lasts, so this wait ends.
+            # After a takeover it is not known yet whether the epoch stays open. A loaded checkpoint
+            # is reported before all roles have loaded it. Both phases have a limit.
             await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != context.state.standing_epoch:
             context.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")

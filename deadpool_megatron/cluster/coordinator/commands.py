@@ -1,7 +1,7 @@
 """Commands of users: the status of a run, requests to it, and numbers for new agents.
 
-A request is journalled before its user gets a yes. This module writes the machine's newest state of
-each request to the journal, and reads it from there when a coordinator takes over.
+A request is journalled before its user gets a positive answer. This module writes the machine's
+newest state of each request to the journal. A coordinator that takes over reads it from there.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _STATUS_SECONDS = 1.0
 _KILL_SECONDS = 0.1
 # A stop does not wait longer: saving the state needs no journal, and may be the last chance.
 _STOP_SECONDS = 1.0
-# After this time a user gets a refusal; writes of earlier requests are still retried.
+# After this time the user must ask again; writes of earlier requests are still retried.
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
-# A write in progress cannot be revoked, only followed by another write.
+# A write in progress cannot be revoked. Only another write can correct it, by this coordinator.
 _UNLESS = " (unless another coordinator takes over before the journal works again)"
-# Share of the coordinator's time for describing the run, however many people watch it.
+# Share of the coordinator's time for descriptions of the run, however many users request them.
 _SHARE_OF_TIME = 0.1
 
 
@@ -86,8 +86,8 @@ class Commands:
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
                 fleet, hostname = self._context.state.fleet, str(message.get("hostname", ""))
-                taken = {*fleet.nodes, *fleet.removed}
-                return await asyncio.to_thread(self._attach, hostname, taken)
+                numbers = {*fleet.nodes, *fleet.removed}
+                return await asyncio.to_thread(self._attach, hostname, numbers)
             case "kill":
                 return self._send_signal(message)
         if command not in set(Verb):
@@ -109,13 +109,13 @@ class Commands:
                     return f"{directory} is no absolute path"
                 return {"directory": directory}
             case Verb.STOP:
-                asked = {name: bool(message[name]) for name in ("dump", "keeps")}
-                return {**asked, "reason": str(message["reason"])}
+                options = {name: bool(message[name]) for name in ("dump", "keeps")}
+                return {**options, "reason": str(message["reason"])}
 
     def _send_signal(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Order an agent to send a signal, so that a user can watch a recovery: to itself, its
-        vault, all processes of its node, or the process of a role. An order is no request: a
-        takeover may lose it."""
+        """Order an agent to send a signal, so that a user can watch a recovery. It goes to the
+        agent itself, to its vault, to all processes of its node, or to the process of a role. The
+        order is not journalled: a takeover may lose it."""
         state, part, name = self._context.state, str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
@@ -126,17 +126,17 @@ class Commands:
         if state.phase is Phase.BOOTSTRAPPING and state.record is not None:
             error = "the coordinator has just taken over, and waits for the agents: ask again"
             return {"ok": False, "again": True, "error": error}
-        of = int(message["number"])
+        number = int(message["number"])
         order: dict[str, Any] = {"t": "signal-part", "part": part, "signal": name}
         if part == "role":
             seats = {rank_of(role): seat for role, seat in state.seats.items()}
-            if (seat := seats.get(of)) is None:
-                return _refused(f"there is no role {of} (there are 0 to {len(seats) - 1})")
-            of = seat.node
+            if (seat := seats.get(number)) is None:
+                return _refused(f"there is no role {number} (there are 0 to {len(seats) - 1})")
+            number = seat.node
             order |= {"slot": seat.local_rank, "incarnation": seat.incarnation}
-        elif reason := not_connected(state, of):
+        elif reason := not_connected(state, number):
             return _refused(reason)
-        later(self._context.peers.order, of, order)
+        later(self._context.peers.order, number, order)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -157,28 +157,29 @@ class Commands:
             return f"the run is protected by {text} already"
         return {"plan": plan.to_dict(), "words": text}
 
-    def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
-        """Return a number that no node of the run has had or will have. May block."""
+    def _attach(self, hostname: str, numbers: Collection[int]) -> dict[str, Any]:
+        """Return a new number for a node: no other node of the run has it, had it or will get it.
+        ``numbers``: those of known nodes. May block."""
         try:
-            known = {*taken, *self._journal.numbers("node")}
+            known = {*numbers, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
-            # A journal takes an equal entry for a repeat of our own write: two agents of a host
-            # that ask at the same time must not write equal entries.
+            # The token makes the entries of two agents of a host differ, as the journal takes an
+            # equal entry for a repetition of the same write.
             entry = {"hostname": hostname, "token": secrets.token_hex(8)}
             while True:
                 number += 1
                 try:
                     self._journal.write("node", number, entry)
                 except LostRace:
-                    continue  # it was handed out meanwhile, or by an earlier coordinator
+                    continue  # the number was given to another node at the same time, or earlier
                 return {"ok": True, "node": number}
         except JournalError as error:
             return {"ok": False, "error": str(error)}
 
 
 class UserRequests:
-    """Requests of users: journalled before their users get a yes, then passed to the machine, which
-    holds them and decides on them. For the coordinator's loop only.
+    """Requests of users: each is journalled before the user gets a positive answer, and then passed
+    to the machine, which holds it and decides on it. For the coordinator's loop only.
     """
 
     def __init__(self, context: Context) -> None:
@@ -186,37 +187,38 @@ class UserRequests:
         self._journal = options.journal
         self._term = options.term.number
         self._restarted = options.restarted
-        self._patience = options.info.settings.spare_timeout_seconds
+        self._retry_limit = options.info.settings.spare_timeout_seconds
         self._context = context
         self._entry = 0
         self._ready = asyncio.Event()
         self._asking = asyncio.Lock()
         self._writing = asyncio.Lock()
         self._is_superseded = False
-        # The requests in the journal, None where that is uncertain; and those that are taken but
-        # not known to the machine yet.
+        # The requests in the journal, None where that is uncertain; and the requests that are
+        # accepted but not known to the machine yet.
         self._noted: tuple[Request, ...] | None = ()
         self._pending: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
-        """Read the requests to earlier coordinators, and stop these from writing more."""
+        """Read the requests to earlier coordinators, and write an entry, after which the earlier
+        coordinators can write no more entries."""
         while self._term > 1:
             try:
-                found = await asyncio.to_thread(user_requests.newest, self._journal)
-                if found.term > self._term:
-                    self._context.superseded(f"term {found.term} has begun")
+                newest = await asyncio.to_thread(user_requests.newest, self._journal)
+                if newest.term > self._term:
+                    self._context.superseded(f"term {newest.term} has begun")
                     return
-                self._entry = found.number + 1
-                entry = user_requests.entry(self._term, found.requests)
+                self._entry = newest.number + 1
+                entry = user_requests.entry(self._term, newest.requests)
                 await asyncio.to_thread(self._journal.write, user_requests.KIND, self._entry, entry)
             except LostRace:
                 continue  # an earlier coordinator has just written another request
             except JournalError:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            for trouble in found.troubles:
+            for trouble in newest.troubles:
                 self._context.warn(trouble)
-            self._noted = found.requests
+            self._noted = newest.requests
             self._context.feed(inputs.RequestsFound(_with_time_left(self._noted), self._restarted))
             break
         self._ready.set()
@@ -235,17 +237,18 @@ class UserRequests:
         token: str,
         seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Return the request in its present state; a command repeats it, but it is taken once.
+        """Accept a request, and return it in its present state. A command may repeat a request with
+        the same ``token``, but it is accepted only once.
 
         ``make_content()`` returns its content, or one line with the reason for a refusal; a plan of
         protection is made in another thread. ``seconds``: the time in which a run has to end.
         """
-        patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
+        limit_seconds = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
-            limit = time.monotonic() + patience
-            is_known = await self.wait_until_known(patience)
-            taken = (*self._context.state.requests, *self._pending)
-            known = next((request for request in taken if request.token == token), None)
+            limit = time.monotonic() + limit_seconds
+            is_known = await self.wait_until_known(limit_seconds)
+            accepted = (*self._context.state.requests, *self._pending)
+            known = next((request for request in accepted if request.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
             if not is_known and verb is not Verb.STOP:  # an earlier coordinator may have it
@@ -273,7 +276,7 @@ class UserRequests:
             return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _forget_known(self) -> None:
-        """Forget the coming requests that the machine has taken by now."""
+        """Forget the pending requests that the machine knows by now."""
         known = {request.token for request in self._context.state.requests}
         self._pending = tuple(request for request in self._pending if request.token not in known)
 
@@ -301,8 +304,8 @@ class UserRequests:
             return ""
         if request.verb is not Verb.STOP:
             self._pending = tuple(other for other in self._pending if other is not request)
-            # The journal may have it nevertheless, or get it later: then the next coordinator
-            # would carry out a request that was refused.
+            # The journal may have the request nevertheless, or get it later. Without another write,
+            # the next coordinator would carry out a request that was refused.
             self._context.spawn(self._write())
         return error if done else "the journal does not answer"
 
@@ -331,18 +334,19 @@ class UserRequests:
             return "another coordinator has taken over"
 
     async def _put(self, number: int, entry: Mapping[str, Any]) -> bool:
-        """Write an entry; return False if the number has an entry of ours, from a try that
-        reported failure. Raises LostRace for an entry of another coordinator, and JournalError.
+        """Write an entry. Return False if the number already has an entry of this coordinator, from
+        a try that reported failure. Raises LostRace for an entry of another coordinator, and
+        JournalError.
 
-        Skips no number: after a gap two coordinators would write in parallel.
+        No number is skipped, since after a gap two coordinators would write in parallel.
         """
         name = (user_requests.KIND, number)
         try:
-            # The writer of epochs to this journal reports its problems.
-            await write_with_retries(self._journal, name, entry, self._patience, lambda _: None)
+            # Problems of the journal are reported by the writer of epoch records.
+            await write_with_retries(self._journal, name, entry, self._retry_limit, lambda _: None)
         except LostRace:
-            there = await asyncio.to_thread(self._journal.read, *name)
-            if there.get("term") != self._term:
+            existing = await asyncio.to_thread(self._journal.read, *name)
+            if existing.get("term") != self._term:
                 raise
             return False
         return True
@@ -353,45 +357,46 @@ def _refused(reason: str) -> dict[str, Any]:
 
 
 def _not_now(error: str) -> dict[str, Any]:
-    """Return the answer for a failing journal: not a refusal, since the same request may have been
-    taken, or be taken later."""
+    """Return the answer for a failing journal. It is no refusal, since the request may be accepted
+    already, or when it is repeated."""
     reason = f"{error}: nothing was taken on{_UNLESS}, ask again"
     return {"ok": False, "again": True, "error": reason}
 
 
-def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
-    """Return the requests with the moment by which a run has to end, on this host's clock."""
+def _with_time_left(requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Return the requests with ``until``, the moment by which a run has to end, on this host's
+    clock."""
     return tuple(
         replace(request, until=time.monotonic() + float(request.content["ends"]) - time.time())
         if request.content.get("ends") is not None
         else request
-        for request in found
+        for request in requests
     )
 
 
 class PacedStatus:
-    """The description of a run, which covers all roles; that of a large run is made again only
-    after a while. For the coordinator's loop.
+    """The description of a run, which covers all roles. If it takes long to make, it is used again
+    for some time. For the coordinator's loop.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self._make = make
-        self._made: dict[str, Any] = {}
-        self._good_until = 0.0
+        self._description: dict[str, Any] = {}
+        self._valid_until = 0.0
 
     def newest(self) -> dict[str, Any]:
         """Return the present description, or a recent description if renewal is too costly."""
         began = time.monotonic()
-        if began >= self._good_until:
-            self._made = self._make()
+        if began >= self._valid_until:
+            self._description = self._make()
             ended = time.monotonic()
-            self._good_until = ended + (ended - began) / _SHARE_OF_TIME
-        return self._made
+            self._valid_until = ended + (ended - began) / _SHARE_OF_TIME
+        return self._description
 
 
 def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:
-    """Return the status: epoch, phase, waiting_for, iteration, roles (by rank), nodes, spares,
-    failing (the failure of the current recovery), refusals, and more. The past is in the events.
+    """Return the present status: epoch, phase, waiting_for, iteration, roles (by rank), nodes,
+    spares, failing (the failure of the current recovery), refusals, and more.
     """
     record, sizes = state.record, state.memory.sizes
     beats, current = role_beats(state, peers), state.recoveries.current

@@ -17,9 +17,9 @@ from deadpool_megatron.cluster.machine.state import State
 class Context:
     """The facts, the machine's state, the agents and the files of a coordinator.
 
-    ``feed(input)`` gives the machine an input; ``spawn(work)`` runs it in the coordinator's loop;
-    ``warn(text)`` writes an event; ``superseded(reason)`` ends this coordinator, because another
-    has taken over.
+    ``feed(input)`` gives the machine an input; ``spawn(coroutine)`` runs a coroutine in the
+    coordinator's loop; ``warn(text)`` writes an event; ``superseded(reason)`` ends this
+    coordinator, because another has taken over.
     """
 
     options: CoordinatorOptions

@@ -38,10 +38,11 @@ from deadpool_megatron.ownership import OwnershipError
 _PAUSE_SECONDS = 1.0
 # Longest wait at the end of a run for the delivery of notices.
 _NOTICE_SECONDS = 5.0
-# For diagnosing a slow commit: with "all", each role's seals, commits and waits are written.
+# If this variable is "all", the seals, commits and waits of each role are written, as is needed to
+# diagnose a slow commit.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
-# Seals, commits and waits at the gate are by far the most frequent reports, and of no interest role
-# by role: one line for all roles is written per period.
+# Seals, commits and waits at the gate are by far the most frequent reports, and are of little
+# interest role by role: one line for all roles is written per period.
 PERIOD_SECONDS = 10.0
 # How the digest combines the times of several commits.
 _COMBINED = {"ship_seconds": max, "window_seconds": min, "commit_seconds": max}
@@ -49,18 +50,18 @@ _MAX_BYTES = 64 << 20
 _BATCH_BYTES = 1 << 20
 _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
-# A write that takes longer is reported, like a write that fails.
+# A write that takes longer than this is reported, like a write that fails.
 _LONG_SECONDS = 5.0
-# Maximum of waiting events in the status: the newest, without those of single processes, and only
-# the last of consecutive steps.
+# The status has at most this many waiting events: the newest, without events of single processes,
+# and only the last of consecutive steps.
 _SHOWN_EVENTS = 512
 _NOT_SHOWN = (
     *(Kind.LOG, Kind.SEALED, Kind.COMMITTED, Kind.GATE_WAIT, Kind.PHASE, Kind.STATE_HASH),
     *(Kind.STACK, Kind.MEMBER_STARTED, Kind.MEMBER_WARM, Kind.MEMBER_DONE, Kind.VAULT_STARTED),
 )
-# Losses that are evidence against the host. Quarantine, as of a slow node, is evidence too, except
-# for a lack of memory, which the next run checks itself. The end of a connection is not: it is also
-# the sign of a cancelled job, and the next job would exclude all nodes of that job.
+# Kinds of loss that are evidence against the host. (A quarantine is evidence too, see is_bad.) The
+# end of a connection is not in the list: it is also the sign of a cancelled job, and the next job
+# would exclude all nodes of that job.
 _HOST_IS_TO_BLAME = (
     FailureKind.DEVICE_ERROR,
     FailureKind.EXCLUDED,
@@ -87,20 +88,20 @@ class RunFiles:
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = Notices(info.run_id, notify, on_event, self._warn)
         self._bad_nodes = BadNodes(run, info.run_id, self._warn)
-        # Dates that never step back within a term: durations between events are those of one clock.
+        # Events are dated by the monotonic clock, so that dates never step back within a term.
         self._clock_zero = time.time() - time.monotonic()
         self._stepped_at: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return, for the status: ``now`` by the clock that dates events, the seconds since the
-        newest step that this coordinator has received, and the waiting events."""
+        """Return, for the status: the present date by the clock of events (``now``), the seconds
+        since this coordinator has received the newest step, and the waiting events."""
         now = time.monotonic()
         ago = None if self._stepped_at is None else now - self._stepped_at
         known = {"now": self._clock_zero + now, "step_seconds_ago": ago}
         return {**known, "events": self.writer.describe()}
 
     def write(self, event: Event) -> None:
-        """Queue an event with the present date, or a digest of many events instead."""
+        """Queue an event with the present date, or add it to a digest of many events."""
         now = time.monotonic()
         event = replace(event, wall_seconds=self._clock_zero + now)
         self._stepped_at = now if event.kind is Kind.STEP else self._stepped_at
@@ -108,12 +109,12 @@ class RunFiles:
         self._write_all([event] if digest is None else digest.add(event, now))
 
     def result(self, end: Finish, state: State) -> dict[str, Any]:
-        """Return the object of ``final.json``. It has the newest recoveries that this coordinator
-        saw, with the phases that were reported after their event.
+        """Return the object of ``final.json``. It has the newest recoveries of this coordinator's
+        time, with the phases that were reported after the event of the recovery.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
         final = self._progress.final(head, end.reason, end.exit_status)
-        # Reports of the newest iterations may be lost with a node; the save of them is known.
+        # Reports of the newest iterations may be lost with a node, while a save has the state.
         saved = 0 if end.resume is None else end.resume.generation.iteration
         return {
             **final,
@@ -129,13 +130,13 @@ class RunFiles:
         """Write the last files: the state to continue from, if any, then the result. Blocks; raises
         OSError.
 
-        Drops checkpoints that include the update of a non-finite loss: no record follows that would
-        warn the next run.
+        Checkpoints that include the update of a non-finite loss are dropped, since no record
+        follows that would warn the next run of them.
         """
         self._run.check_own()
         if end.resume is not None:
-            left = state.blame.trusted(run_files.still_valid(self._run.latest, end.resume))
-            run_files.write_latest(self._run.latest, [end.resume, *left])
+            older = state.blame.trusted(run_files.still_valid(self._run.latest, end.resume))
+            run_files.write_latest(self._run.latest, [end.resume, *older])
         else:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 known = run_files.read_valid(self._run.latest)
@@ -147,7 +148,7 @@ class RunFiles:
         run_files.write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:
-        """Write ``coordinator.json``, as soon as that is possible."""
+        """Write the address to ``coordinator.json``, as soon as that is possible."""
         while True:
             try:
                 return await asyncio.to_thread(run_files.write_json, self._run.coordinator, values)
@@ -155,9 +156,9 @@ class RunFiles:
                 await asyncio.sleep(_PAUSE_SECONDS)  # the event writer reports the error
 
     async def keep_name(self, write_again: Callable[[], None]) -> None:
-        """Restore ``run.json``, by which commands find the run, if it is removed from outside,
-        alone or with the whole directory. ``write_again()`` restores the other files by which the
-        run is found and continued."""
+        """Restore ``run.json``, by which commands find the run, if another program removes it,
+        alone or with the whole directory. ``write_again()`` restores the other files that are
+        needed to find and continue the run."""
 
         def make() -> None:
             self._run.create(self._info)
@@ -171,7 +172,7 @@ class RunFiles:
                 if await asyncio.to_thread(name.look):
                     is_lost = True
                 elif is_lost:
-                    # The removal may have been in progress still, and have taken the new files too.
+                    # The removal may have continued, and removed the new files too.
                     await asyncio.to_thread(make)
                     is_lost = False
                     self._warn(
@@ -179,7 +180,7 @@ class RunFiles:
                         " directory: created again; training continues, what else was there is lost"
                     )
             except (OSError, OwnershipError, JournalError):
-                pass  # its directory is removed, or full; the event writer reports the error
+                pass  # the directory is removed, or full; the event writer reports the error
 
     def _write_all(self, events: list[Event]) -> None:
         for event in events:
@@ -188,7 +189,7 @@ class RunFiles:
             self._bad_nodes.note(event)
 
     def _warn(self, text: str) -> None:
-        """Write a line for people; in any thread."""
+        """Write a line for people. Any thread may call this."""
         self.writer.write(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
     def take_digests(self) -> list[Event]:
@@ -202,18 +203,18 @@ class RunFiles:
         until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
         self._bad_nodes.file.flush(until)
         self._notices.flush(until)
-        if left := self.writer.close(limit_seconds):
-            print(f"{left} events could not be written", file=sys.stderr)
+        if count := self.writer.close(limit_seconds):
+            print(f"{count} events could not be written", file=sys.stderr)
 
 
 class EventWriter:
-    """Writer of events in a thread of its own, which takes them in any thread: the run directory
-    may hang or be full, and no caller waits.
+    """Writer of events with a thread of its own. Any thread may add events, and no caller waits for
+    the run directory, which may hang or be full.
 
-    No decision depends on events, and no coordinator reads those of another; so neither decisions
-    nor the sign of life depend on the duration of a write or an fsync. Events that cannot be
-    written yet stay in memory up to a limit, and are written when the file system works again.
-    Events above the limit are counted, and then reported in one line.
+    No decision depends on events, and no coordinator reads the events of another. So neither
+    decisions nor the sign of life depend on the duration of a write or an fsync. Events that cannot
+    be written yet stay in memory up to a limit, and are written when the file system works again.
+    Events above the limit are dropped, and their number is reported in one line.
     """
 
     def __init__(self, log: EventLog, max_bytes: int = _MAX_BYTES) -> None:
@@ -223,7 +224,7 @@ class EventWriter:
         self._lines: deque[bytes] = deque()
         self._recent = deque[Event](maxlen=_SHOWN_EVENTS)
         self._bytes = 0
-        self._in_hand = 0
+        self._in_hand = 0  # the events that are being written
         self._dropped = 0
         self._reported = 0  # the dropped events that were reported
         self._since: float | None = None  # the start of the unfinished write
@@ -251,9 +252,9 @@ class EventWriter:
         self._bytes += len(line)
 
     def describe(self) -> dict[str, Any]:
-        """Return, for the status: ``waiting`` and ``dropped`` events, the problem (``trouble``),
-        ``why`` and for how many ``seconds``; during a problem also ``unwritten``, the newest events
-        of the run's course, some of which may be written by now."""
+        """Return, for the status: the numbers of ``waiting`` and ``dropped`` events, the problem
+        (``trouble``), its reason (``why``) and duration (``seconds``). During a problem
+        ``unwritten`` has the newest events, some of which may be written by now."""
         with self._changed:
             trouble = self._trouble()
             return {
@@ -266,8 +267,8 @@ class EventWriter:
             }
 
     def close(self, limit_seconds: float) -> int:
-        """Write the rest, for ``limit_seconds`` at most; return how many events could not be
-        written. A hanging thread stays until this process ends.
+        """Write the waiting events, for ``limit_seconds`` at most; return how many events could not
+        be written. A hanging thread stays until this process ends.
         """
         with self._changed:
             self._is_closing = True
@@ -288,14 +289,14 @@ class EventWriter:
         return f"a write of events has not returned for {seconds:.0f} s" if is_long else ""
 
     def _work(self) -> None:
-        rest, is_synced, synced_at = b"", True, time.monotonic()
+        lines, is_synced, synced_at = b"", True, time.monotonic()
         while True:
-            rest = rest or self._next_batch(None if is_synced else synced_at + _SYNC_SECONDS)
-            if not rest and is_synced:
+            lines = lines or self._next_batch(None if is_synced else synced_at + _SYNC_SECONDS)
+            if not lines and is_synced:
                 break
             try:
-                while rest:
-                    rest = rest[self._log.append(rest) :]
+                while lines:
+                    lines = lines[self._log.append(lines) :]
                     is_synced = False
                 if time.monotonic() - synced_at >= _SYNC_SECONDS or self._is_closing:
                     self._log.sync()
@@ -307,11 +308,11 @@ class EventWriter:
         self._log.close()
 
     def _next_batch(self, until: float | None) -> bytes:
-        """Wait for lines and return them; return nothing at the end, or at the time ``until``
+        """Wait for lines and return them. Return no bytes at the end, or at the time ``until``
         (monotonic seconds)."""
         with self._changed:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            self._changed.wait_for(lambda: self._lines or self._is_closing, left)
+            seconds = None if until is None else max(0.0, until - time.monotonic())
+            self._changed.wait_for(lambda: self._lines or self._is_closing, seconds)
             batch: list[bytes] = []
             size = 0
             while self._lines and size < _BATCH_BYTES:
@@ -340,25 +341,25 @@ class EventWriter:
                 return
             reason = reason or "the file system did not answer"
             text = f"events could not be written for {seconds:.0f} s: {reason}; {lost} were dropped"
-            # Even above the limit.
+            # Added even if the queue is above the limit.
             self._append(to_line(Event(Kind.LOG, data={"level": "warning", "text": text})))
 
 
 def is_bad(event: Event) -> bool:
-    """Return whether, by this event, the next run should not use the node."""
+    """Return whether the event is a reason for the next run not to use the node's host."""
     if event.node is None:
         return False
     kind = event.data.get("kind")
-    if event.kind is Kind.NODE_QUARANTINED:
+    if event.kind is Kind.NODE_QUARANTINED:  # the next run checks memory and program itself
         return kind not in (FailureKind.NO_SHARED_MEMORY, FailureKind.OTHER_PROGRAM)
     return event.kind is Kind.NODE_LOST and kind in _HOST_IS_TO_BLAME
 
 
 class BadNodes:
-    """List of the hosts that this run has quarantined, in the directory of the runs. As with
-    notices, nothing waits for it, and no decision of this run depends on it.
+    """Writer of the list of quarantined hosts in the directory of the runs, from the events of this
+    run. Nothing waits for it, and no decision of this run depends on it.
 
-    Takes the events of a run. ``warn`` takes a line for people, in any thread.
+    ``warn(text)`` writes a line for people, in any thread.
     """
 
     def __init__(self, run: RunDirectory, run_id: str, warn: Callable[[str], None]) -> None:
@@ -373,25 +374,26 @@ class BadNodes:
     def _add(self, notice: Mapping[str, Any]) -> None:
         event = notice["event"]
         try:
-            # The entry exists from the node's start to its run's end, even if the node was lost.
+            # The listing exists until the run ends, even if the node was lost.
             host = run_files.read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
-            # The list itself excluded it: noted again, the entry would never expire.
+            # If the host was excluded because it is in the list, a new entry would keep it there
+            # for ever.
             if kind == FailureKind.EXCLUDED and exclusion_reason(
                 runs, host, self._run_id, event["wall_seconds"]
             ):
                 return
-            there = [listing["hostname"] for listing in self._run.node_listings().values()]
+            hosts = [listing["hostname"] for listing in self._run.node_listings().values()]
             values = {"host": host, "run": self._run_id, "evidence": notice["text"]}
             values |= {"kind": kind, "wall_seconds": event["wall_seconds"]}
-            bad = BadNode.from_dict({**values, "alone": there.count(host) < 2})
+            bad = BadNode.from_dict({**values, "alone": hosts.count(host) < 2})
             add_bad_node(runs, bad)
         except (OwnershipError, KeyError, ValueError) as error:
             raise OSError(str(error)) from error
 
 
 class CommitDigest:
-    """Digest of SEALED and COMMITTED events; a seal has no information that its commit lacks."""
+    """Digest of COMMITTED events. SEALED events are dropped, as the commit has all they contain."""
 
     def __init__(self) -> None:
         self._begin()
@@ -404,7 +406,7 @@ class CommitDigest:
         self._newest = Event(Kind.COMMITTED, wall_seconds=0.0, monotonic_seconds=0.0)
 
     def add(self, event: Event, now: float) -> list[Event]:
-        """Add an event; return the line of the period if it ends now. ``now``: monotonic seconds.
+        """Add an event. Return the digest if the period ends now. ``now``: monotonic seconds.
         Raises KeyError, TypeError or ValueError for a damaged event.
         """
         if event.kind is not Kind.COMMITTED:
@@ -418,7 +420,7 @@ class CommitDigest:
         self._began = now if self._began is None else self._began
         self._counts = {name: count + counts[name] for name, count in self._counts.items()}
         self._roles.add(event.role)
-        # The time of the newest commit, not of the line, which may be written much later.
+        # The digest has the time of its newest commit, as it may be written much later.
         self._newest = replace(
             known,
             epoch=max(known.epoch, event.epoch),
@@ -429,7 +431,7 @@ class CommitDigest:
         return self.take() if now - self._began >= PERIOD_SECONDS else []
 
     def take(self) -> list[Event]:
-        """Return the line of the collected events, if any, and start the next line."""
+        """Return the digest of the collected events, if any, and begin the next digest."""
         if self._began is None:
             return []
         data = {"roles": len(self._roles), **self._counts, **self._times}
@@ -439,12 +441,12 @@ class CommitDigest:
 
 
 class WaitDigest:
-    """Digest of GATE_WAIT events. A continuing wait is written at once, but only the first of an
-    iteration within a period, because roles wait in parallel.
+    """Digest of GATE_WAIT events of waits that are over. The event of a continuing wait is written
+    at once, but only the first of an iteration within a period, because roles wait in parallel.
     """
 
     def __init__(self) -> None:
-        # By epoch and iteration, with the time of the first event, in monotonic seconds.
+        # (epoch, iteration) -> monotonic time of the first event, and the digest so far.
         self._ended: dict[tuple[int, int | None], tuple[float, Event]] = {}
         self._lasting: dict[tuple[int, int | None], float] = {}
 
@@ -470,7 +472,7 @@ class WaitDigest:
         return self._take(now - PERIOD_SECONDS)
 
     def take(self) -> list[Event]:
-        """Return the lines of the collected waits, and start the next lines."""
+        """Return the digests of the collected waits, and begin the next digests."""
         return self._take(float("inf"))
 
     def _take(self, until: float) -> list[Event]:

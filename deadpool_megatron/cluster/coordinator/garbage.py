@@ -14,10 +14,10 @@ class GarbageSearch:
     """Incremental cyclic garbage collection.
 
     Records, inventories and layouts of all roles are millions of objects without a cycle among
-    them. Python's own collector counts net new objects: while new objects replace old objects it
-    does nothing, and then it traverses hundreds of thousands at once while no request is answered.
-    So the coordinator itself collects, in each tick, among the new objects. ``now``: seconds of a
-    monotonic clock.
+    them. Python's own collector counts net new objects. While new objects replace old objects it
+    does nothing; then it traverses hundreds of thousands of objects at once, and no request is
+    answered in that time. So the coordinator itself collects in each tick, among the new objects.
+    ``now``: seconds of a monotonic clock.
     """
 
     def __init__(self, now: float) -> None:
@@ -25,8 +25,9 @@ class GarbageSearch:
         self._old_at = now + _OLD_SECONDS
 
     def tick(self, now: float) -> None:
-        """Collect among the new objects, and once an hour among the older objects. Objects too many
-        for a short search are the state of all roles: freeze them, and never search them again.
+        """Collect among the new objects, and once an hour among the older objects. If they are too
+        many for a short search, they are the state of all roles: freeze them, so that they are
+        never searched again.
         """
         if len(gc.get_objects(0)) > _MAX_NEW_OBJECTS:
             gc.freeze()

@@ -2,13 +2,13 @@
 rename gives it its name.
 
 Checkpoints are of two kinds: saves of the training processes, and exports in the background. Their
-writers know nothing of each other. Megatron finds the newest checkpoint of a directory through
+writers work independently. Megatron finds the newest checkpoint of a directory through
 ``latest_checkpointed_iteration.txt``.
 
 The directory of checkpoints may be older than the run. So the run writes each name to a file before
-it gives a checkpoint that name. Thus it recognizes an existing checkpoint as its own, from an
-earlier request. Any other belongs to another run or is torn, and the run neither falls back to it
-nor prunes it.
+it gives a checkpoint that name. By that file it recognizes an existing checkpoint as its own, from
+an earlier request. Any other checkpoint belongs to another run or is torn, and the run neither
+falls back to it nor prunes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
 
-# The owner of a checkpoint: the program, which saved it, or the exports, which are pruned.
+# The owner of a checkpoint: the program, which has saved it, or the exports, which are pruned.
 _SAVED = "saved"
 _EXPORTED = "exported"
 # Directories that either owner may remove as a whole: complete and unfinished checkpoints.
@@ -46,12 +46,13 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class DurableError(Exception):
-    """The checkpoint did not become valid; the message is one clear line."""
+    """The failure to make a checkpoint valid; the message is one line."""
 
 
 @contextlib.contextmanager
 def _as_durable_error(place: Path) -> Iterator[None]:
-    """Raise errors as DurableError of one line, with ``place`` if they name no file (full disk)."""
+    """Raise errors as a DurableError of one line, with ``place`` if they name no file, as on a full
+    disk."""
     try:
         yield
     except (run_files.OutsideError, OwnershipError) as error:
@@ -78,10 +79,10 @@ def saves_problem(saves: str | Path | None, environ: Mapping[str, str]) -> str:
 def overlap_problem(saves: Path, exports: Path) -> str:
     """Return why saves and exports cannot have these directories, one line; empty if they can.
 
-    Both give checkpoints the same names and replace the same
-    ``latest_checkpointed_iteration.txt``. Either may lie in the other, but not in a checkpoint,
-    which is removed as a whole. Inspects the file system: through links and mounts two names may be
-    the same directory.
+    Saves and exports give checkpoints the same names and replace the same
+    ``latest_checkpointed_iteration.txt``. Either directory may lie in the other, but not in a
+    checkpoint, which is removed as a whole. The file system is inspected, as through links and
+    mounts two names may mean the same directory.
     """
     saves, exports = saves.absolute(), exports.absolute()
     advice = "give exports a directory of their own (--deadpool-persist-directory)"
@@ -90,7 +91,7 @@ def overlap_problem(saves: Path, exports: Path) -> str:
     except OSError:  # a directory does not exist yet
         same = False
     try:
-        real_saves, real_exports = _resolved(saves), _resolved(exports)
+        real_saves, real_exports = _resolve(saves), _resolve(exports)
     except OSError as error:
         return f"--save {saves} or the directory of the run's exports ({exports}): {error}"
     if same or real_saves == real_exports:
@@ -104,8 +105,8 @@ def overlap_problem(saves: Path, exports: Path) -> str:
     return ""
 
 
-def _resolved(path: Path) -> Path:
-    """Return ``path`` without links; raise OSError for a cycle of links, which Path itself
+def _resolve(path: Path) -> Path:
+    """Return ``path`` without links. Raises OSError for a cycle of links, which Path.resolve
     accepts from Python 3.13 on."""
     try:
         path.stat()
@@ -119,9 +120,9 @@ def _resolved(path: Path) -> Path:
 class NewCheckpoint:
     """Files in ``temporary`` that are to become the checkpoint ``final`` of a run.
 
-    ``is_current()``: whether it still belongs to the run, called when all files are on the disk.
-    ``invalidated``: paths of checkpoints that could not be loaded; this checkpoint may replace
-    them.
+    ``is_current()``: whether the checkpoint still belongs to the run, called when all files are on
+    the disk. ``invalidated``: paths of checkpoints that could not be loaded; this checkpoint may
+    replace them.
     """
 
     temporary: Path
@@ -136,9 +137,9 @@ class NewCheckpoint:
         """Sync the files, rename the directory, then enter it into ``latest.json``. Entries of
         newer iterations stay before it: an export may have overtaken an asynchronous save.
 
-        ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint
-        to which this run gave the same name stays: an earlier request made it valid, and this
-        request repeats that request after a recovery. Any other checkpoint is renamed to
+        ``temporary`` is ``final`` itself if a loop writes in place. Otherwise, if this run has
+        given the name to a checkpoint before, that checkpoint stays: this request repeats an
+        earlier request after a recovery. Any other checkpoint of that name is renamed to
         ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
 
         After a takeover the request is repeated, and the earlier coordinator may still be writing.
@@ -157,27 +158,28 @@ class NewCheckpoint:
             if temporary != final:
                 shutil.rmtree(temporary, ignore_errors=True)
             for unfinished in final.parent.glob(".iter_*.epoch*"):
-                # From saves that a failure interrupted. Saves of this epoch and of later epochs may
-                # be in progress: this epoch may have been closed meanwhile.
+                # Remove saves that a failure has interrupted. Saves of this epoch may be in
+                # progress, and of later epochs too, if this epoch has been closed since.
                 if _epoch_of(unfinished) < self.restore.generation.lineage:
                     shutil.rmtree(unfinished, ignore_errors=True)
             return self._enter_latest(replaces_same=True)
 
     def enter_loaded(self) -> Restore:
-        """Enter into ``latest.json`` a checkpoint that the program has loaded. Its owner stays the
-        same. Raises DurableError."""
+        """Enter a checkpoint that the program has loaded into ``latest.json``, without a change of
+        its owner. Raises DurableError."""
         with _as_durable_error(self.final):
             return self._enter_latest(replaces_same=False)
 
     def _give_name(self) -> None:
+        """Sync the files, note the name, and rename the directory."""
         temporary, final = self.temporary, self.final
         if not temporary.is_dir() and not self._own_exists():
             raise DurableError(f"{temporary} is not a directory")
         try:
             _prepare(temporary)
             self._require_current()
-            # Checked after the sync: a checkpoint that another coordinator has made valid meanwhile
-            # stays. That coordinator notes the name before it gives it.
+            # This is checked after the sync, so that a checkpoint stays that another coordinator
+            # has made valid in the meantime. It has noted the name before.
             if final.exists() and (str(final) in self.invalidated or not self._is_own()):
                 self._rename_existing()
             self._note_name(_SAVED)
@@ -190,11 +192,11 @@ class NewCheckpoint:
         """Give an exported checkpoint its name, and enter it into ``latest.json``.
 
         ``may_be_pruned``: the export enters the run's list of exports before it gets its name. So
-        it is pruned even if a full disk keeps it out of ``latest.json``.
+        it is pruned later even if a full disk keeps it out of ``latest.json``.
 
-        A checkpoint to which this run has already given the name stays: it has the same iteration
-        and content. Raises DurableError, also if any other checkpoint has the name, which may
-        belong to another run, or be torn or unfinished. Runs in a worker thread.
+        If this run has given the name to a checkpoint before, that checkpoint stays, as it has the
+        same iteration and content. Any other checkpoint of that name may belong to another run, or
+        be torn or unfinished, and is an error. Raises DurableError. Runs in a worker thread.
         """
         temporary, final = self.temporary, self.final
         iteration = self.restore.generation.iteration
@@ -226,7 +228,8 @@ class NewCheckpoint:
             return self._enter_latest(replaces_same=False)
 
     def _note_name(self, owner: str) -> None:
-        """Append a line with the name, and sync it: only then may a checkpoint get the name."""
+        """Append a line with the name to the run's file of names, and sync it. Only then may a
+        checkpoint get the name."""
         self.run.check_own()
         written = self.temporary if self.temporary.is_dir() else self.final
         name = run_files.stored_path(self.final, self.run.path)
@@ -236,7 +239,7 @@ class NewCheckpoint:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         handle = os.open(self.run.named, flags, 0o644)
         try:
-            # Starts with a line feed, as a crash may have cut the last line short.
+            # The first line feed ends a line that a crash may have cut short.
             os.write(handle, os.fsencode(f"\n{line}\n"))
             os.fsync(handle)
         finally:
@@ -260,8 +263,9 @@ class NewCheckpoint:
         self.final.rename(renamed)
 
     def _enter_latest(self, *, replaces_same: bool) -> Restore:
-        """Enter the checkpoint into ``latest.json``, from whose first usable entry the next start
-        continues; return the entry. ``replaces_same``: it precedes those of the same iteration."""
+        """Enter the checkpoint into ``latest.json``, and return its entry. The next start continues
+        from the first usable entry. ``replaces_same``: put it before entries of the same
+        iteration."""
         self.run.check_own()
         restore, latest = run_files.with_identity(self.restore), self.run.latest
         min_iteration = restore.generation.iteration + int(replaces_same)
@@ -279,9 +283,11 @@ class NewCheckpoint:
 
 
 def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
-    """Remove a run's exports that failed together with their coordinator; keep those of ``term``.
+    """Remove a run's unfinished exports, which failed together with their coordinator, except those
+    of ``term``.
 
-    Renames them first: a coordinator that was wrongly declared dead must not publish them.
+    They are renamed first, so that a coordinator that was wrongly declared dead cannot publish
+    them.
     """
     for unfinished in directory.glob(f"{run_files.EXPORT_PREFIX}{run_id}-*"):
         if not unfinished.name.startswith(f"{run_files.EXPORT_PREFIX}{run_id}-{term}."):
@@ -292,8 +298,9 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
 
 
 def exports_to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
-    """Return the exports (given oldest first) to remove so that ``keep`` are left; 0 keeps all. The
-    newest always stays, and so do ``needed`` exports, from which a run may resume."""
+    """Return the exports (given oldest first) to remove so that ``keep`` exports are left; 0 keeps
+    all. The newest export always stays, and so do ``needed`` exports, from which a run may
+    resume."""
     excess = len(exported) - max(1, keep) if keep else 0
     return [path for path in exported[: max(0, excess)] if path not in needed]
 
@@ -304,27 +311,26 @@ def list_and_prune(
     """Enter a valid export into the run's list of exports and remove old exports. Raises
     DurableError."""
     with _as_durable_error(run.exported):
-        named = _noted_lines(run)
-        listed = [*_read_exports(run, final), str(final)]
+        exports = [*_read_exports(run, final), str(final)]
         # A checkpoint that the program has saved under the name of an export is not pruned.
-        saved = "\n".join(line for line in named if line.startswith(_SAVED))
-        stored_path = run_files.stored_path
-        listed = [path for path in listed if f"{_SAVED} {stored_path(path, run.path)}" not in saved]
-        pruned = exports_to_prune(listed, keep, {*needed, *_tracked_checkpoints(listed)})
+        saves = "\n".join(line for line in _noted_lines(run) if line.startswith(_SAVED))
+        stored = run_files.stored_path
+        exports = [path for path in exports if f"{_SAVED} {stored(path, run.path)}" not in saves]
+        pruned = exports_to_prune(exports, keep, {*needed, *_tracked_checkpoints(exports)})
         for path in map(Path, pruned):
-            # Renamed first, so that no reader begins to load half of it.
+            # The export is renamed first, so that no reader begins to load half of it.
             renamed = run_files.unfinished_export(path.parent, run_id, path.name)
             if run_files.is_checkpoint(path) and path.is_dir():
                 path.rename(renamed)
                 shutil.rmtree(renamed)
-        _write_exports(run, [path for path in listed if path not in pruned])
+        _write_exports(run, [path for path in exports if path not in pruned])
 
 
 def _read_exports(run: RunDirectory, final: Path) -> list[str]:
     """Return the existing exports that may be pruned, without ``final``."""
     try:
-        listed = [str(run.path / path) for path in run_files.read_json(run.exported)["paths"]]
-        return [path for path in listed if path != str(final) and Path(path).is_dir()]
+        paths = [str(run.path / path) for path in run_files.read_json(run.exported)["paths"]]
+        return [path for path in paths if path != str(final) and Path(path).is_dir()]
     except FileNotFoundError:
         return []
     except (OSError, *DAMAGE) as error:
@@ -338,14 +344,16 @@ def _write_exports(run: RunDirectory, paths: Sequence[str]) -> None:
 
 def _noted_lines(run: RunDirectory) -> frozenset[str]:
     try:
-        # As bytes: a crash may have cut a character, and a directory may have any name.
+        # Decoded as a path, since a crash may have cut a character, and a directory may have any
+        # name.
         return frozenset(os.fsdecode(run.named.read_bytes()).split("\n"))
     except FileNotFoundError:
         return frozenset()
 
 
 def _tracked_iteration(tracker: Path) -> int:
-    """Return the iteration in a tracker; -1 if there is none or its checkpoint was removed."""
+    """Return the iteration in a tracker file; -1 if there is no iteration, or no checkpoint of it
+    any more."""
     try:
         number = int(tracker.read_text())
     except (FileNotFoundError, ValueError):
@@ -354,20 +362,21 @@ def _tracked_iteration(tracker: Path) -> int:
 
 
 def _tracked_checkpoints(checkpoints: Sequence[str]) -> set[str]:
-    """Return the checkpoints named by the trackers in these checkpoints' directories: ``--load``
-    uses them."""
+    """Return the checkpoints to which the tracker files next to these checkpoints point, as
+    ``--load`` uses them."""
     folders = {Path(path).parent for path in checkpoints}
     return {str(folder / f"iter_{_tracked_iteration(folder / _TRACKER):07d}") for folder in folders}
 
 
 def _epoch_of(unfinished: Path) -> int:
-    """Return the epoch of a save; for another name the largest number, so that it stays."""
+    """Return the epoch in the name of an unfinished save; the largest number for any other name, so
+    that such a directory stays."""
     number = unfinished.suffix.removeprefix(".epoch")
     return int(number) if number.isdecimal() else sys.maxsize
 
 
 def _prepare(temporary: Path) -> None:
-    """Sync a new checkpoint, and give it the access rights of the directory above."""
+    """Sync a new checkpoint, and give it the access rights of its parent directory."""
     check_checkpoint(temporary)
     _sync_all(temporary)
     temporary.chmod(temporary.parent.stat().st_mode & 0o755)

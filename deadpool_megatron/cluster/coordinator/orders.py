@@ -30,7 +30,7 @@ _KEYS = {"local_rank": "slot", "incarnations": "slots"}
 
 class RecordFrames:
     """Frames of a record for agents: a common frame, and for each agent a frame with the sources of
-    its own roles. Only the journal has the history of the run.
+    its own roles. The history of the run is left out; only the journal has it.
     """
 
     def __init__(self, record: EpochRecord) -> None:
@@ -58,8 +58,8 @@ class Orders:
         self._frames: RecordFrames | None = None
 
     def give(self, order: actions.Action) -> None:
-        """Send an order to its agents. It arrives once, on this or the next connection; of several
-        records only the newest arrives.
+        """Send an order to its agents. It arrives once, on the present or the next connection. If
+        an agent lacks several records, it gets only the newest.
         """
         match order:
             case actions.Announce(record):
@@ -83,7 +83,7 @@ class Orders:
         """Send the present state to an agent that has just connected."""
         peer = self._peers.agents.get(node)
         if peer is None:
-            return  # its connection has ended since it joined
+            return  # the connection has ended since the join
         info, settings = self._options.info, self._options.info.settings
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training continue until all agents are back.
@@ -99,7 +99,7 @@ class Orders:
                 "repeat_seconds": repeat_seconds(len(state.seats)),
                 "cause": "" if record is None else record.cause,
             },
-            self._lacked(peer, record) if record is not None and is_open else b"",
+            self._frames_for(peer, record) if record is not None and is_open else b"",
         )
 
     def send_frame(self, node: int, frame: bytes) -> None:
@@ -114,11 +114,12 @@ class Orders:
         return frames
 
     def _send(self, peer: AgentPeer, record: EpochRecord) -> None:
-        if frames := self._lacked(peer, record):
+        if frames := self._frames_for(peer, record):
             peer.send_frame(frames)
 
-    def _lacked(self, peer: AgentPeer, record: EpochRecord) -> bytes:
-        """Return the record for an agent that lacks it, else nothing; it then counts as sent."""
+    def _frames_for(self, peer: AgentPeer, record: EpochRecord) -> bytes:
+        """Return the frames of the record for an agent that lacks it, else no bytes. Afterwards the
+        record counts as sent."""
         if peer.sent_epoch >= record.epoch:
             return b""
         peer.sent_epoch = record.epoch

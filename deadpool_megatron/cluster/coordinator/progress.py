@@ -1,10 +1,10 @@
 """Progress that members and vaults report: each step once, despite repeats, and each role's end.
 
-A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence.
-Where arithmetic is deterministic that is the worst possible result, and decides the exit status.
-The numbers of the newest iterations are compared: those that this coordinator has received, also
-those that agents repeated when it took over. Replays do not go back further, except after a return
-to an old checkpoint. Pure bookkeeping, no input or output.
+A replayed step must give the numbers of the first time, bit for bit; any difference is a
+divergence. Where arithmetic is deterministic, that is the worst possible result and decides the
+exit status. Only the numbers of the newest iterations are compared, as far as this coordinator has
+received them; agents repeat the last numbers to a coordinator that takes over. Replays do not go
+back further, except after a return to an old checkpoint. Pure bookkeeping, no input or output.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ReportedProgress:
         self.diverged = False
 
     def take(self, report: Event) -> tuple[Event | None, inputs.Input | None]:
-        """Return the event to write, and the input for the machine. The event is None for a repeat
-        of known numbers, and a divergence for numbers that contradict them.
+        """Return the event to write, and the input for the machine. If the numbers are known, the
+        event is None; if they contradict known numbers, it reports a divergence.
         """
         if report.kind is Kind.STEP:
             self.last_iteration = max(self.last_iteration, report.iteration or 0)
@@ -92,17 +92,17 @@ class ReportedProgress:
         }
 
     def _first(self, report: Event, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the first report's numbers of this iteration; None if this is the first report."""
+        """Return the numbers in the first report of this iteration; None if this is the first."""
         known, role = self._known[report.kind], None
         if report.kind is Kind.STATE_HASH:
             role, _ = report.role, values["sha256"]
-        found = known.setdefault(report.iteration or 0, {})
-        first = found.get(role)
-        # After a non-finite number the iteration may be discarded; and a coordinator that died may
-        # not have acted on it.
+        by_role = known.setdefault(report.iteration or 0, {})
+        first = by_role.get(role)
+        # A non-finite number counts as new each time: the iteration may have been discarded, and a
+        # coordinator that has failed since may not have acted on the number.
         if first is not None and not not_finite(first):
             return first
-        found[role] = values
+        by_role[role] = values
         if len(known) > COMPARED[report.kind]:
             del known[min(known)]
         return None

@@ -1,11 +1,12 @@
-"""The end of a run: it writes the result, orders the agents to stop, and waits until they leave.
+"""The end of a run: the result is written, and the agents are ordered to stop and leave.
 
-First it waits for the saves and exports that are being made valid: after the end of the program as
-long as for a save, otherwise as long as for the agents, and never longer than the user wants.
+Before that the coordinator waits for saves and exports that are being made valid. The limit of this
+wait is that of a save if the program has ended by itself, else that of the agents' departure, and
+the user may cut the wait short.
 
-The run directory may be full or hang at that moment. The result is retried for as long as a journal
-entry; until then no agent is ordered to stop, because without the result a next run can continue
-only from the state in the nodes' memory.
+The run directory may be full or hang at that moment. The write of the result is retried for as long
+as that of a journal entry. Until then no agent is ordered to stop, because without the result the
+next run can continue only from the state in the nodes' memory.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class RunEnd:
         self._path = options.run.path
         self._term = options.term.number
         settings = options.info.settings
-        # Even without a wait for spares, a disk needs its time to sync.
-        self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
+        # Even if spares are not awaited, a disk needs its time to sync.
+        self._retry_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
         self._close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
         self._context, self._checkpoints = context, checkpoints
@@ -64,8 +65,8 @@ class RunEnd:
         self._is_expedited = True
 
     def exit(self) -> None:
-        """End, unless the result is still unwritten: agents that are ordered to stop later than the
-        machine assumes get their time to leave from then on.
+        """End this process, unless the result is still unwritten. In that case the agents will be
+        ordered to stop later than the machine assumes, and get their time to leave from then on.
         """
         if not self._is_writing:
             self._end(self._status)
@@ -82,7 +83,7 @@ class RunEnd:
         epoch = 0 if state.record is None else state.record.epoch
         self._context.files.write(Event(Kind.RUN_ENDED, epoch, data=data))
         result = self._context.files.result(finish, state)
-        limit = time.monotonic() + self._patience_seconds
+        limit = time.monotonic() + self._retry_seconds
         error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
             return
@@ -107,23 +108,23 @@ class RunEnd:
         is_complete = finish.is_early or not finish.exit_status
         limit_seconds = self._save_seconds if is_complete else self._close_seconds
         began, is_reported = time.monotonic(), False
-        while left := ", ".join(self._checkpoints.pending()):
+        while pending := ", ".join(self._checkpoints.pending()):
             waited = time.monotonic() - began
             if waited > limit_seconds or self._is_expedited:
                 self._context.warn(
-                    f"the run ends before this is valid, after {waited:.0f} s: {left}"
+                    f"the run ends before this is valid, after {waited:.0f} s: {pending}"
                 )
                 return
             if waited > _SILENT_SECONDS and not is_reported:
                 is_reported = True
                 self._context.warn(
-                    f"the run ends when this is valid, in {limit_seconds:g} s at most: {left}"
+                    f"the run ends when this is valid, in {limit_seconds:g} s at most: {pending}"
                 )
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
-        """Return why the result could not be written, empty if it was; None if another coordinator
-        has taken over, which writes its own. ``limit``: monotonic seconds.
+        """Return why the result could not be written, empty if it was. Return None if another
+        coordinator has taken over, which writes its own result. ``limit``: monotonic seconds.
         """
         known = ""
         while True:
@@ -135,7 +136,7 @@ class RunEnd:
                 self._context.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
-                return known or f"it did not answer for {self._patience_seconds:g} s"
+                return known or f"it did not answer for {self._retry_seconds:g} s"
             except OSError as error:
                 reason = error.strerror or str(error)
             if time.monotonic() > limit:
@@ -144,30 +145,30 @@ class RunEnd:
                 known = reason
                 self._context.warn(
                     f"the result cannot be written to {self._path}: {reason};"
-                    f" tried again for {self._patience_seconds:g} s"
+                    f" tried again for {self._retry_seconds:g} s"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _write_unless_followed(self, finish: Finish, result: dict[str, Any]) -> int:
-        """Write the result if no newer term has begun; return the newest. Blocks; raises OSError.
+        """Write the result if no newer term has begun; return the newest term. Blocks; raises
+        OSError.
 
-        Each try checks the term: before a file system works again after minutes, a standby may
-        have taken over.
+        Each try checks the term, as a standby may take over while the file system hangs.
         """
         newest = self._term
-        with contextlib.suppress(JournalError):  # the first check reports it
+        with contextlib.suppress(JournalError):  # _is_superseded() has reported the error
             newest = self._newest_term()
         if newest <= self._term:
             self._context.files.write_result(finish, self._context.state, result)
         return newest
 
     async def _is_superseded(self) -> bool:
-        """Return whether a newer term has begun, before an act that its coordinator may repeat."""
+        """Return whether a newer term has begun: then its coordinator ends the run instead."""
         try:
             async with asyncio.timeout(self._close_seconds):
                 newest = await asyncio.to_thread(self._newest_term)
         except (JournalError, TimeoutError) as error:
-            # Then no standby can have claimed a term either.
+            # While the journal does not answer, no standby can claim a term either.
             self._context.warn(str(error) or "the journal does not answer")
             return False
         if newest > self._term:

@@ -55,10 +55,10 @@ from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.listener import Listener
 
-# The loop releases the interpreter for each frame that it reads, checks or sends, and the deciding
-# thread returns it after this time. With Python's 5 ms, beats are answered seconds late.
+# The loop releases the interpreter lock for each frame that it reads, checks or sends, and another
+# thread returns the lock after this time. With Python's 5 ms, beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
-# Longest wait of a decision for the check whether checkpoints exist.
+# A decision waits no longer than this for the check whether checkpoints exist.
 _LOOK_SECONDS = 2.0
 
 
@@ -71,9 +71,9 @@ class Coordinator:
         self._journal = options.journal
         now = time.monotonic()
         machine = Machine(_machine_config(options), now)
-        self._not_understood: list[str] = []
-        begin(machine, self._journal, options.recovered, self._not_understood.append)
-        # The machine owns it, and changes it with each input.
+        self._note_troubles: list[str] = []
+        begin(machine, self._journal, options.recovered, self._note_troubles.append)
+        # The machine owns this state, and changes it with each input.
         self.state = state = machine.state
         self._requests = state.requests
         self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.lineage.newest)
@@ -149,7 +149,7 @@ class Coordinator:
         term = options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self.files.write(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
-        for trouble in self._not_understood:
+        for trouble in self._note_troubles:
             self.warn(trouble)
         self.spawn(self._commands.requests.begin())
         if not options.recovered.is_durable_read:
@@ -187,8 +187,8 @@ class Coordinator:
 
     # The machine.
 
-    def _carry_out_all(self, produced: list[actions.Action]) -> None:
-        for action in produced:
+    def _carry_out_all(self, ordered: list[actions.Action]) -> None:
+        for action in ordered:
             self._carry_out(action)
         if self.state.requests is not self._requests:
             self._requests = self.state.requests
@@ -221,7 +221,7 @@ class Coordinator:
                 self.orders.give(action)
 
     async def _look_at(self, valid: tuple[Restore, ...]) -> None:
-        """Check whether the checkpoints exist; do not wait for a hanging file system."""
+        """Check whether the checkpoints exist; do not wait long for a file system that hangs."""
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -230,14 +230,14 @@ class Coordinator:
 
     async def _write_record(self, record: EpochRecord) -> None:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
-        patience = self._settings.spare_timeout_seconds
+        limit = self._settings.spare_timeout_seconds
         try:
             await journal.write_with_retries(
                 self._journal,
                 ("epoch", record.epoch),
                 await asyncio.to_thread(record.to_dict),
-                patience,
-                on_trouble=lambda text: self.warn(f"{text}; tried again for {patience:g} s"),
+                limit,
+                on_trouble=lambda text: self.warn(f"{text}; tried again for {limit:g} s"),
             )
         except journal.LostRace as error:
             self.superseded(str(error))
@@ -250,12 +250,12 @@ class Coordinator:
     # Connections (see PeerEvents).
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
-        """Feed the join of a node, unless its agent only changed the connection (``again``)."""
+        """Feed the join of a node, unless its agent only uses another connection (``again``)."""
         joined = protocol.join(message)
         peer.sent_epoch = int(message.get("told", 0))
         if not again:
             self.feed(joined)
-        elif peer.welcomed:  # otherwise the machine has yet to answer its first join
+        elif peer.welcomed:  # otherwise the machine has yet to answer the first join
             self.orders.welcome(peer.node, self.state.record, self.state)
 
     def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
@@ -289,13 +289,13 @@ class Coordinator:
         self.files.write(event)
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
-        """Report the node as lost: its members die with the agent's connection."""
+        """Report the node as lost: its members die with its agent."""
         if not peer.dropped:
             self.feed(inputs.NodeLost(peer.node, cause))
 
     def refused(self, sender: str, reason: str, **more: bool) -> None:
-        """Report a refusal. After a pause of its process a coordinator first checks its term: the
-        messages of that time may be for its successor.
+        """Report a refusal, once this coordinator has given a sign of life again: after a pause of
+        this process there may be a successor, and the message may have been meant for it.
         """
         data = {"who": sender, "why": reason, **more}
         self.spawn(self._report_when_fresh(Event(Kind.REFUSED, self._epoch, data=data)))
@@ -312,8 +312,8 @@ class Coordinator:
         return 0 if self.state.record is None else self.state.record.epoch
 
     def _progressed(self, report: Event) -> None:
-        """Write progress of a role, and feed it to the machine. Numbers of a closed epoch count up
-        to its kept generation, however late they arrive.
+        """Write progress of a role, and feed it to the machine. Numbers of a closed epoch count if
+        their iteration belongs to a kept lineage, however late they arrive.
         """
         is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
         computed = Generation(report.epoch, report.iteration or 0)
@@ -324,7 +324,7 @@ class Coordinator:
             self.files.write(event)
             if not is_late:
                 self._watchdog.note(event, time.monotonic())
-        # Everything computed after a non-finite number is bad.
+        # A late non-finite number counts too, as all that was computed after it is bad.
         if item is not None and (not is_late or isinstance(item, inputs.NotFinite)):
             self.feed(item)
 
@@ -347,7 +347,8 @@ class Coordinator:
                 self.peers.reset_timers(now)
             last = now
             quiet = self.peers.silent(self._settings.node_silence_seconds / 2, now)
-            # Without a fresh sign, nodes continue without this coordinator: silence proves nothing.
+            # Without a fresh sign of life, nodes continue without this coordinator, and their
+            # silence proves nothing.
             if quiet and self.sign.is_fresh(now):
                 for lost in self._watchdog.at_silence(quiet, now):
                     self.feed(lost)
@@ -361,13 +362,13 @@ class Coordinator:
     def _watch(self) -> None:
         """Check the progress of all roles, once."""
         try:
-            events, found = self._watchdog.at_progress(self.state, self._epoch, time.monotonic())
+            events, items = self._watchdog.at_progress(self.state, self._epoch, time.monotonic())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self.peers.refuse_broken("members", "their beats", error)
             return
         for event in events:
             self.files.write(event)
-        for item in (*found, *self._watchdog.at_protection(self.state)):
+        for item in (*items, *self._watchdog.at_protection(self.state)):
             self.feed(item)
 
     # The end of this coordinator.
@@ -377,8 +378,8 @@ class Coordinator:
         return self.peers.reaches_majority(limit, time.monotonic(), self.options.term.node)
 
     def superseded(self, reason: str) -> None:
-        """Step down and send nothing more: another coordinator has a newer term, according to the
-        journal or an agent that changed to it."""
+        """Step down and send no more messages: another coordinator has a newer term, according to
+        the journal or to an agent that is connected to it."""
         if self.exit_status is None:
             text = f"coordinator of term {self.options.term.number} steps down: {reason}"
             print(text, file=sys.stderr, flush=True)
@@ -397,7 +398,7 @@ class Coordinator:
         """Read the checkpoints that could not be read before this coordinator took over."""
         while True:
             try:
-                found = await asyncio.to_thread(valid_checkpoints, self._run)
+                checkpoints = await asyncio.to_thread(valid_checkpoints, self._run)
                 break
             except OSError:
                 await asyncio.sleep(self._settings.takeover_seconds)
@@ -405,7 +406,7 @@ class Coordinator:
                 self.warn(str(error))
                 return
         lineage, nonfinite = self.state.lineage, self.state.blame.nonfinite
-        for restore in found:
+        for restore in checkpoints:
             known = restore.path in {other.path for other in lineage.valid} | lineage.invalidated
             bad = is_rolled_back(restore.generation, nonfinite)
             if restore.kind == "durable" and not known and not bad:
@@ -413,7 +414,8 @@ class Coordinator:
                 self.feed(inputs.DurableValid(restore.generation.iteration, *facts))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object], peer: str = "") -> None:
-        """Run it as a task; its failure ends this process, unless ``peer`` requested it."""
+        """Run a coroutine as a task. If it fails, this process ends, unless ``peer`` requested the
+        work: then the request is refused."""
 
         def finished(task: asyncio.Task[object]) -> None:
             self.tasks.discard(task)
@@ -455,7 +457,7 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
     needed = posix.needed_by_coordinator(options.info.nodes + options.info.spares)
-    if complaint := posix.raise_limit(needed):
-        print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
+    if problem := posix.raise_limit(needed):
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
     return run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

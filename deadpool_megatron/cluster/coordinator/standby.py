@@ -1,9 +1,9 @@
-"""The standby of each agent of a cluster: watches the journal, takes over when necessary.
+"""The standby of an agent: it watches the journal, and takes over when the coordinator has failed.
 
 It is a process of its own, for two reasons. Its reads may hang for as long as a network file system
-does, while the agent must not hang. And it has everything imported, so that a successor starts
-within seconds of a coordinator's death. It reports each look to its agent. Once it has claimed a
-term it *is* the coordinator; the agent then starts another standby.
+does, while the agent must not hang. And it has imported all modules, so that a successor starts
+within seconds of a coordinator's death. It reports each look at the journal to its agent. Once it
+has claimed a term it *is* the coordinator; the agent then starts another standby.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, readable
 
-# While our agent is connected to a coordinator, a look only keeps the standby up to date.
-_CALM_BEATS = 8
+# The beats between two looks while the agent is connected to a coordinator: no takeover is near.
+_CONNECTED_BEATS = 8
 _GLANCE_SECONDS = 0.05
 _RECEIVE_BYTES = 1 << 16
 
@@ -53,9 +53,9 @@ class StandbyOptions:
 
 
 class Standby:
-    """See the module text. The agent sends each change: ``in_touch``, whether a coordinator answers
-    it, and ``place``: how many standbys claim before this standby. At the end of the stream (the
-    agent has ended) the standby ends.
+    """See the module text. The agent sends each change of ``in_touch``, whether a coordinator
+    answers it, and of ``place``, how many standbys may claim before this standby. The standby ends
+    at the end of the stream, as the agent has ended.
     """
 
     def __init__(self, options: StandbyOptions, journal: Journal) -> None:
@@ -76,7 +76,7 @@ class Standby:
         self._durable = TimedRead(partial(valid_checkpoints, options.run))
         self.recovered = RecoveredState()  # read just before the term was claimed
         self._term: terms.Term | None = None
-        self._lost = True
+        self._lost = True  # whether no coordinator answers the agent
         self._trouble = ""
         self._orders, self._unsent = FrameBuffer(), bytearray()
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
@@ -88,7 +88,7 @@ class Standby:
         self._options.agent.setblocking(False)
         while True:
             try:
-                # A connected agent learns of the end from the coordinator.
+                # A connected agent gets the end of the run from the coordinator.
                 if self._lost and (result := self._look_for_result()) is not None:
                     self._report({"over": True, "kept": bool(result.get("slots_kept", False))})
                     return None
@@ -96,10 +96,11 @@ class Standby:
                 if (claimed := self._consider()) is not None:
                     return claimed
             except (JournalError, OSError) as error:
-                self._complain(str(error))
+                self._report_trouble(str(error))
             except DAMAGE as error:
-                # It may be of another version. Without standbys, no coordinator would follow.
-                self._complain(
+                # The entry may be of another version. The standby must live on, as without standbys
+                # no coordinator would follow.
+                self._report_trouble(
                     f"an entry of the journal is not understood: {type(error).__name__}: {error}"
                 )
             if not self._pause():
@@ -122,6 +123,7 @@ class Standby:
         self._report({"term": number, "beat": beat, "at": at, "node": node, "address": address})
 
     def _consider(self) -> tuple[terms.Term, socket.socket] | None:
+        """Claim the next term, if it is time. Return the term and the listening socket, or None."""
         info, refused = self._options.info, False
         if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
@@ -132,8 +134,8 @@ class Standby:
             return None
         before, self._term = self._term, terms.newest_term(self._journal, self._term)
         if self._term != before:
-            return None  # claimed by another standby whose sign of life has not arrived yet
-        # All slow work precedes the claim: from the claim on, others expect a sign of life.
+            return None  # another standby has claimed a term, and will soon give a sign of life
+        # All slow work is done before the claim, as other processes expect a sign of life after it.
         self.recovered = look_up(self._journal, self._durable, self.recovered.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
@@ -145,7 +147,7 @@ class Standby:
         except JournalError as error:
             listener.close()
             if isinstance(error, LostRace):
-                return None  # another standby was first: the next look shows it
+                return None  # another standby was first, as the next look will show
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, with retries
             self._journal.write_heartbeat(terms.sign(number, 0))
@@ -154,6 +156,7 @@ class Standby:
         return term, listener
 
     def _is_refused(self, address: tuple[str, int]) -> bool:
+        """Return whether the host of the coordinator refuses connections to it."""
         info, limit = self._options.info, self._rhythm.beat
         try:
             with auth.connect(address, self._options.secret, info.run_id, limit) as connection:
@@ -166,9 +169,9 @@ class Standby:
         return False
 
     def _pause(self) -> bool:
-        """Wait until the next look, which a lost connection makes due; return False at EOF."""
-        calm = 1 if self._lost else _CALM_BEATS
-        if not readable(self._options.agent.fileno(), calm * self._rhythm.beat):
+        """Wait until the next look, or until the agent sends a change; return False at EOF."""
+        beats = 1 if self._lost else _CONNECTED_BEATS
+        if not readable(self._options.agent.fileno(), beats * self._rhythm.beat):
             return True
         received = self._options.agent.recv(_RECEIVE_BYTES)
         for order in self._orders.feed(received):
@@ -177,7 +180,7 @@ class Standby:
             self.was_in_touch = self.was_in_touch or not self._lost
         return bool(received)
 
-    def _complain(self, text: str) -> None:
+    def _report_trouble(self, text: str) -> None:
         if text != self._trouble:
             self._trouble = text
             self._report({"trouble": text})
@@ -190,7 +193,7 @@ class Standby:
 
 def _read_result(run: RunDirectory) -> Mapping[str, Any] | None:
     """Return the result of the run; None while no readable result exists."""
-    # Removed with its directory, or half written by a host that died.
+    # The file may be removed with its directory, or half written by a host that failed.
     with contextlib.suppress(OSError, ValueError):
         if run.has_final():
             return run_files.read_json(run.final)

@@ -16,10 +16,10 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 
-# After this time, other tasks of the loop run before the next input: agents are answered meanwhile.
+# After this time, other tasks of the loop run before the next input, so that agents are answered.
 _TURN_SECONDS = 0.01
-# If a report makes the machine fail, this process ends after this time. Its other tasks acknowledge
-# the report meanwhile. Otherwise the next coordinator would receive it again, and fail as well.
+# If a report makes the machine fail, this process ends after this time. Until then its other tasks
+# acknowledge the report, so that the next coordinator does not receive it again, and fail too.
 _REFUSAL_SECONDS = 1.0
 
 
@@ -35,16 +35,16 @@ class Stepper:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._machine, self._peers, self._carry_out, self._spawn = machine, peers, carry_out, spawn
-        # Inputs with their sender.
+        # Inputs, each with its sender, which is empty for inputs that no agent has sent.
         self._queue: deque[tuple[inputs.Input, str]] = deque()
         self._stepping = False
         self._is_over = False
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out its actions. An input that is fed meanwhile waits
-        in the queue.
+        """Give the machine an input and carry out its actions. An input that is fed during that
+        waits in the queue.
 
-        If a report of a peer makes the machine fail, raises its error. The machine is then unusable
+        Raises the error if a report of a peer makes the machine fail. The machine is then unusable
         and gets no more inputs, and a new coordinator continues from the journal.
         """
         self._queue.append((item, self._peers.current_agent))
@@ -86,7 +86,7 @@ class Stepper:
 
 
 def end_process(error: BaseException) -> NoReturn:
-    """End at once after an error of our own; a new coordinator continues from the journal."""
+    """End this process after an error in its code; a new coordinator continues from the journal."""
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)

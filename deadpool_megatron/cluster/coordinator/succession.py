@@ -41,10 +41,10 @@ class RecoveredState:
 @dataclass(frozen=True)
 class CoordinatorOptions:
     """Options: ``listener`` is a bound and listening TCP socket; ``host`` the address at which
-    agents reach it; ``term`` was claimed by the caller, which gives up its journal to the
-    coordinator. ``recovered``: the state that was read before. ``restarted``: all processes of the
-    run had ended before; ``has_new_command``: with the command and settings of a new start, in
-    which no decision has been made yet.
+    agents reach it; ``term`` was claimed by the caller, which must not use ``journal`` any more.
+    ``recovered``: the state that was read before. ``restarted``: all processes of the run had ended
+    before; ``has_new_command``: the run was started again with a new command and new settings, and
+    no decision has been made since.
     """
 
     run: RunDirectory
@@ -87,20 +87,20 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
 def begin(
     machine: Machine, journal: Journal, recovered: RecoveredState, on_trouble: Callable[[str], None]
 ) -> None:
-    """Make the machine take over the journal's state. The term is claimed: only a coordinator that
-    had begun a record before can still write it, and that record is found here. The read takes the
-    same time for a run of any age. ``on_trouble(text)``: for each note on a node that is not
-    understood. Raises JournalError for a failing journal.
+    """Make the machine take over the journal's state. As the term is claimed already, no other
+    coordinator writes a later record unseen (see :mod:`.terms`). The read takes the same time for a
+    run of any age. ``on_trouble(text)`` is called for each note on a node that is not understood.
+    Raises JournalError for a failing journal.
     """
     record = newest_record(journal, recovered.record)
     if record is None:
         return
-    gone, wrong = record.history.removed, record.history.quarantined
+    history = record.history
     unknown = "was given up (its note in the journal is not understood)"
-    lost = read_notes(journal, (REMOVED, "cause"), gone, unknown, on_trouble)
-    # Each with a host of which no node gets a role again; empty if other nodes of it may.
-    found = read_notes(journal, (QUARANTINED, "host"), wrong, "", on_trouble)
-    machine.take_over(record, recovered.valid, removed=lost, quarantined=found)
+    removed = read_notes(journal, (REMOVED, "cause"), history.removed, unknown, on_trouble)
+    # Node -> its host, if no node of that host gets a role again, else an empty text.
+    quarantined = read_notes(journal, (QUARANTINED, "host"), history.quarantined, "", on_trouble)
+    machine.take_over(record, recovered.valid, removed=removed, quarantined=quarantined)
 
 
 def valid_checkpoints(run: RunDirectory) -> Valid:
@@ -109,5 +109,5 @@ def valid_checkpoints(run: RunDirectory) -> Valid:
     """
     if not run.latest.exists():
         return ()
-    # A run that ended before its first iteration has an entry for that, which is no checkpoint.
+    # A run that ended before its first iteration has an entry of kind initial, no checkpoint.
     return tuple(entry for entry in run_files.read_valid(run.latest) if entry.kind != "initial")

@@ -36,22 +36,22 @@ class Watchdog:
         self._meter = windows.StretchMeter()
 
     def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:
-        """Return the nodes of the ``quiet`` agents that have been silent for too long, and forget
-        these agents (see agent/fence.py)."""
-        found = []
+        """Ping the ``quiet`` agents. Return the nodes of the agents that have been silent for too
+        long, and forget these agents (see agent/fence.py)."""
+        lost = []
         for peer in quiet:
             peer.ping()
             silent = now - peer.last_seen
             if silent <= self._settings.node_silence_seconds:
                 continue
-            cut = peer.undelivered_bytes() > 0
-            kind = FailureKind.NODE_CUT if cut else FailureKind.NODE_FROZEN
-            how = "and nothing is received there" if cut else "but it receives what is sent"
+            is_cut = peer.undelivered_bytes() > 0
+            kind = FailureKind.NODE_CUT if is_cut else FailureKind.NODE_FROZEN
+            detail = "and nothing is received there" if is_cut else "but it receives what is sent"
             self._peers.forget(peer)
-            found.append(
-                inputs.NodeLost(peer.node, f"silent for {silent:.1f} s, {how}", silent, kind)
+            lost.append(
+                inputs.NodeLost(peer.node, f"silent for {silent:.1f} s, {detail}", silent, kind)
             )
-        return found
+        return lost
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for the next check of the progress of all roles."""
@@ -65,12 +65,12 @@ class Watchdog:
         """
         beats = role_beats(state, self._peers)
         hang = self._hang(state, beats, now)
-        found: list[inputs.Input] = [] if hang is None else [hang]
+        items: list[inputs.Input] = [] if hang is None else [hang]
         events = [_slow_event(epoch, verdict) for verdict in self._slow(state, beats)]
-        if (moved := self._to_move(state)) is not None:
-            events.append(_quarantine_event(epoch, moved))
-            found.append(inputs.DrainRequested(moved.node))
-        return events, found
+        if (verdict := self._slowest_to_drain(state)) is not None:
+            events.append(_quarantine_event(epoch, verdict))
+            items.append(inputs.DrainRequested(verdict.node))
+        return events, items
 
     def note(self, report: Event, now: float) -> None:
         """Take the times of steps, waits at the gate and shipping from a report."""
@@ -98,17 +98,17 @@ class Watchdog:
         return [inputs.ProtectionRequested(replace(plan, every=every), reason)]
 
     def describe(self, state: State) -> dict[str, Any]:
-        """Return the part of ``deadpool status``: ``slow``, which maps a node to its seconds per
-        iteration, and ``rpo``: the plan in force, the wanted plan, and the maximum loss. That is
-        None while a role has fewer copies than wanted: then everything since the last checkpoint
-        may be lost."""
+        """Return this part of ``deadpool status``: ``slow``, which maps a node to its seconds per
+        iteration, and ``rpo``: the plan in force, the wanted plan, and the maximum loss. The loss
+        is None while a role has fewer copies than wanted, as then all iterations since the last
+        checkpoint may be lost."""
         plan, wanted = _in_force(state), state.protection.plan
         lost = max_lost_by(plan, state, self._settings)
         step, holds = self._meter.step_seconds, not exposed_roles(state)
         return {
             "slow": {
-                str(node): {"seconds": found.seconds, "peer_seconds": found.peer_seconds}
-                for node, found in sorted(self._slowness.slow.items())
+                str(node): {"seconds": verdict.seconds, "peer_seconds": verdict.peer_seconds}
+                for node, verdict in sorted(self._slowness.slow.items())
             },
             "rpo": {
                 "plan": schemes.format_plan(plan),
@@ -147,38 +147,39 @@ class Watchdog:
             own, layout = beat.get("own"), state.memory.layouts.get(role)
             if own is None or layout is None:
                 return []  # the comparison needs all roles
-            time_used = windows.OwnTime(int(own[0]), float(own[1]))
-            compared[role] = windows.ComparedRole(state.seats[role].node, layout.peers, time_used)
+            own_time = windows.OwnTime(int(own[0]), float(own[1]))
+            compared[role] = windows.ComparedRole(state.seats[role].node, layout.peers, own_time)
         if len(compared) != len(state.record.seats):
             return []
         return self._slowness.look(state.record.epoch, compared)
 
-    def _to_move(self, state: State) -> windows.Slowness | None:
-        """Return the slowest node, whose roles are to move to a spare now, if the setting is on and
-        a good spare exists. Repeated, so that the first new spare is used; one node at a time.
+    def _slowest_to_drain(self, state: State) -> windows.Slowness | None:
+        """Return the slowest node, if its roles are to move to a spare now: the setting is on, a
+        good spare exists, and no other node is being drained.
         """
         fleet = state.fleet
-        taken = state.seats.nodes | fleet.poor_spares
+        unsuitable = state.seats.nodes | fleet.poor_spares
         if (
             self._settings.evict_slow != "on"
             or state.phase is not Phase.RUNNING
             or fleet.drains
-            or set(fleet.nodes) <= taken
+            or set(fleet.nodes) <= unsuitable
         ):
             return None
-        slow = [found for node, found in self._slowness.slow.items() if node in state.seats.nodes]
-        return max(slow, key=lambda found: found.factor, default=None)
+        slow = [slow for node, slow in self._slowness.slow.items() if node in state.seats.nodes]
+        return max(slow, key=lambda verdict: verdict.factor, default=None)
 
 
 def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
-    """Return the newest beat of the process that holds each role; roles without it are missing."""
-    found = {}
+    """Return the newest beat of the process that holds each role. Roles without a beat are left
+    out."""
+    beats = {}
     for role, seat in sorted(state.seats.items()):
         peer = peers.agents.get(seat.node)
         beat = {} if peer is None else peer.beats.get(seat.local_rank, {})
         if beat.get("incarnation") == seat.incarnation and "section" in beat:
-            found[role] = beat
-    return found
+            beats[role] = beat
+    return beats
 
 
 def _in_force(state: State) -> schemes.ProtectionPlan:
