@@ -130,7 +130,7 @@ def assign_seats(
             new_seats[role] = Seat(*place, members[place])
         else:
             moving.setdefault(seat.node, []).append(role)
-    taken = {seat.node for seat in new_seats.values()} | leaving
+    used_nodes = {seat.node for seat in new_seats.values()} | leaving
     unseated: list[int] = []
     for node, roles in sorted(moving.items()):
         ranks = [seats[role].local_rank for role in roles]
@@ -141,14 +141,14 @@ def assign_seats(
 
         fitting = [
             spare
-            for spare in {spare for spare, _ in members} - taken - {node}
+            for spare in {spare for spare, _ in members} - used_nodes - {node}
             if all((spare, local_rank) in members for local_rank in ranks)
         ]
         if not fitting:
             unseated += roles
             continue
         spare = min(fitting, key=order)
-        taken.add(spare)
+        used_nodes.add(spare)
         for role, local_rank in zip(roles, ranks, strict=True):
             new_seats[role] = Seat(spare, local_rank, members[spare, local_rank])
     return Seating(dict(sorted(new_seats.items())), tuple(sorted(unseated)))
@@ -192,8 +192,8 @@ class PartIndex:
         self._query = query
         others = (range(first, first + count) for first, count in self._other_sizes)
         unknown = {*query.roles, *chain.from_iterable(others)} - query.layouts.keys()
-        found = common_layouts(unknown, query.inventories.values())
-        self._layouts: dict[int, RoleLayout] = {**found, **query.layouts}
+        common = common_layouts(unknown, query.inventories.values())
+        self._layouts: dict[int, RoleLayout] = {**common, **query.layouts}
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
         self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
         for node, inventory in query.inventories.items():
@@ -285,8 +285,8 @@ class PartIndex:
     def alternatives(self, role: int, part: str, generation: Generation) -> list[Recipe]:
         """Return the ways to produce one part by itself, the best first."""
         index = self._parity
-        found = [] if index is None else index.decodings(role, part, generation)
-        return [Recipe({part: decoding}) for decoding in found]
+        decodings = [] if index is None else index.decodings(role, part, generation)
+        return [Recipe({part: decoding}) for decoding in decodings]
 
     def _recipe(
         self, layout: RoleLayout, missing: list[str], generation: Generation
@@ -323,12 +323,12 @@ class PartIndex:
         for boundary in reversed(records.BOUNDARIES):
             part = records.PartInfo(records.extras_part(boundary), 0, ())
             sources: dict[int, dict[str, tuple[Source, ...]]] = {}
-            for role, found in shards.items():
+            for role, places in shards.items():
                 extras = self._sources(role, part, generation)
                 if not extras:
                     missing = f"part {part.name} of role {role}"
                     break
-                sources[role] = {**found, part.name: extras}
+                sources[role] = {**places, part.name: extras}
             else:
                 return Restore("memory", generation, boundary, sources=sources, recipes=recipes)
         return missing
@@ -346,13 +346,13 @@ class PartIndex:
         """Return the nodes that hold a part: the node of the new seat, the previous owner's,
         buddies, then the nodes that hold it for a replica."""
         holders = self._holders.get(generation, {}).get(part.name, {})
-        found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
+        sources = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
         for other in part.replicas:
             layout = self._layouts.get(other)
             if other != role and layout is not None and layout.has(part):
                 nodes = self._nearest(role, holders.get(other, []))
-                found += [Source(node, other) for node in nodes]
-        return tuple(found)
+                sources += [Source(node, other) for node in nodes]
+        return tuple(sources)
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
         """Sort the node of the role and the previous owner first, then the others in cyclic order
@@ -397,12 +397,12 @@ def common_layouts(
 ) -> dict[int, RoleLayout]:
     """Return the most frequent layout of each role in the inventories, which contain the layouts
     of copies too."""
-    found: dict[int, list[RoleLayout]] = {}
+    by_role: dict[int, list[RoleLayout]] = {}
     if roles:
         for layout in (layout for inventory in inventories for layout in inventory.layouts):
             if layout.role in roles:
-                found.setdefault(layout.role, []).append(layout)
-    return {role: _majority(layouts) for role, layouts in found.items()}
+                by_role.setdefault(layout.role, []).append(layout)
+    return {role: _majority(layouts) for role, layouts in by_role.items()}
 
 
 def _majority(layouts: list[RoleLayout]) -> RoleLayout:

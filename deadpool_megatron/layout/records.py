@@ -102,8 +102,8 @@ class RoleLayout(Coded):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, without a map where there is none."""
-        found = super().to_dict()
-        return found if self.shard_map.nbytes else {k: found[k] for k in found if k != "shard_map"}
+        form = super().to_dict()
+        return form if self.shard_map.nbytes else {k: form[k] for k in form if k != "shard_map"}
 
     @property
     def without_runs(self) -> RoleLayout:

@@ -94,7 +94,7 @@ def spans(
     for part, runs in held.items():
         for run in runs:
             by_key.setdefault(run.key, []).append((part, run))
-    found: dict[RolePart, list[Span]] = {}
+    by_part: dict[RolePart, list[Span]] = {}
     for run in wanted:
         at, end = run.start, run.start + run.count
         while at < end:
@@ -109,21 +109,21 @@ def spans(
             if old.kinds != run.kinds:
                 raise CannotReshard(f"the state of {run.key} is of other types at the other size")
             until = min(end, old.start + old.count)
-            chosen = found.setdefault(part, [])
+            chosen = by_part.setdefault(part, [])
             for name, (offset, size, step) in run.states.items():
                 source, shift = old.states[name][0] + (at - old.start) * step, at - run.start
                 if step or not shift:  # a shared value is copied once, with the first element
                     count = (until - at) * step or size
                     chosen.append(Span(source, offset + shift * step, count))
             at = until
-    return found
+    return by_part
 
 
 def gaps(chosen: Iterable[Span], nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield start and end of each gap between the spans of a part of ``nbytes``; gaps are padding.
     Raises CannotReshard for spans that overlap, or for a gap too large for padding."""
-    taken = sorted((span.target, span.target + span.nbytes) for span in chosen)
-    for (_, start), (end, _) in pairwise([(0, 0), *taken, (nbytes, nbytes)]):
+    filled = sorted((span.target, span.target + span.nbytes) for span in chosen)
+    for (_, start), (end, _) in pairwise([(0, 0), *filled, (nbytes, nbytes)]):
         if start > end:
             raise CannotReshard(f"two spans for byte {end} of a part of {nbytes}")
         if end - start >= ALIGNMENT_BYTES:

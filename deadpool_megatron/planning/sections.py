@@ -208,18 +208,18 @@ def _parse(text: str) -> Any:
         raise PlanError(f"not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _section(name: str, cls: type[Any], given: Mapping[Any, Any]) -> Any:
-    hints, found = get_type_hints(cls, include_extras=True), {}
-    for key in given:
+def _section(name: str, cls: type[Any], keys: Mapping[Any, Any]) -> Any:
+    hints, values = get_type_hints(cls, include_extras=True), {}
+    for key in keys:
         if key not in hints:
             raise PlanError(f"{name}.{key}: unknown key, there are {', '.join(hints)}")
     for entry in dataclasses.fields(cls):
-        place, value = f"{name}.{entry.name}", given.get(entry.name)
+        place, value = f"{name}.{entry.name}", keys.get(entry.name)
         if value is not None:
-            found[entry.name] = _convert(place, value, hints[entry.name])
+            values[entry.name] = _convert(place, value, hints[entry.name])
         elif entry.default is dataclasses.MISSING:
             raise PlanError(f"{place}: missing ({entry.metadata['help']})")
-    return cls(**found)
+    return cls(**values)
 
 
 def _convert(place: str, value: Any, hint: Any) -> Any:

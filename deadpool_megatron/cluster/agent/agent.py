@@ -303,8 +303,8 @@ class Agent:
             self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
     async def _adopt(self, record: EpochRecord) -> None:
-        known = 0 if self.record is None else self.record.epoch
-        if record.epoch <= max(self._closed, known):
+        newest = 0 if self.record is None else self.record.epoch
+        if record.epoch <= max(self._closed, newest):
             return
         if self._standby is not None:
             info = self._options.info

@@ -56,7 +56,7 @@ def run_agent(options: AgentOptions) -> int:
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
-    found = inventory_of(options.node, options.segments)
+    inventory = inventory_of(options.node, options.segments)
     # Before the loop: nvidia-smi and the health command may take long.
     options = replace(options, gpus=host.visible_gpus(os.environ))
     settings = info.settings
@@ -66,7 +66,7 @@ def run_agent(options: AgentOptions) -> int:
         options = replace(options, facts=replace(facts, noted=noted))
 
     async def serve() -> int:
-        return await Agent(options, found).run()
+        return await Agent(options, inventory).run()
 
     code = asyncio.run(serve())
     os.close(lock)

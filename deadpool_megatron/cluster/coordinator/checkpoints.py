@@ -236,10 +236,10 @@ class Checkpoints:
         elif export is None and (end is None or end.is_removed):
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
-            wanted = self._phases(export, state)
-            if reason := self._failure_reason(export, state, wanted, is_late, now):
+            phases = self._phases(export, state)
+            if reason := self._failure_reason(export, state, phases, is_late, now):
                 self._abandon(reason)
-            elif export.step == "writing" and not export.awaited and state.phase in wanted:
+            elif export.step == "writing" and not export.awaited and state.phase in phases:
                 export.step = "publishing"
                 self._context.spawn(self._publish(export))
         self._feed()
@@ -303,17 +303,17 @@ class Checkpoints:
         """Return the phases in which the export may be published."""
         if export.dump is not None:
             return {Phase.DUMPING}
-        wanted = {Phase.RUNNING}
+        phases = {Phase.RUNNING}
         if export.generation or export.iteration <= state.reached:
-            wanted |= {Phase.ENDING, Phase.ENDED}  # the end of the run waits for it
-        return wanted
+            phases |= {Phase.ENDING, Phase.ENDED}  # the end of the run waits for it
+        return phases
 
     def _failure_reason(
-        self, export: Export, state: State, wanted: set[Phase], is_late: bool, now: float
+        self, export: Export, state: State, phases: set[Phase], is_late: bool, now: float
     ) -> str:
         """Return why the export cannot be finished; empty if it can."""
         lost = sorted(export.nodes - set(state.fleet.nodes))
-        if state.phase in LAST_PHASES and state.phase not in wanted:
+        if state.phase in LAST_PHASES and state.phase not in phases:
             return "the run is over"
         if lost:
             return f"node {lost[0]} was lost"

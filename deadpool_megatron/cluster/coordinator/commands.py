@@ -161,8 +161,8 @@ class Commands:
         """Return a new number for a node: no other node of the run has it, had it or will get it.
         ``numbers``: those of known nodes. May block."""
         try:
-            known = {*numbers, *self._journal.numbers("node")}
-            number = max(known | {self._info.nodes + self._info.spares - 1})
+            used_numbers = {*numbers, *self._journal.numbers("node")}
+            number = max(used_numbers | {self._info.nodes + self._info.spares - 1})
             # The token makes the entries of two agents of a host differ, as the journal takes an
             # equal entry for a repetition of the same write.
             entry = {"hostname": hostname, "token": secrets.token_hex(8)}
@@ -248,9 +248,9 @@ class UserRequests:
             limit = time.monotonic() + limit_seconds
             is_known = await self.wait_until_known(limit_seconds)
             accepted = (*self._context.state.requests, *self._pending)
-            known = next((request for request in accepted if request.token == token), None)
-            if known is not None:
-                return {"ok": True, "request": known.to_dict()}
+            earlier = next((request for request in accepted if request.token == token), None)
+            if earlier is not None:
+                return {"ok": True, "request": earlier.to_dict()}
             if not is_known and verb is not Verb.STOP:  # an earlier coordinator may have it
                 return _not_now("the journal cannot be read")
             began = time.monotonic()
@@ -418,16 +418,16 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
     uses = {node: state.use_of(node) for node in state.fleet.nodes}
     nodes = {
         str(node): {
-            "host": known.host,
-            "domain": known.domain,
+            "host": node_state.host,
+            "domain": node_state.domain,
             "spare": node not in state.seats.nodes,
             "use": str(uses[node]),
-            "restarts": known.restarts,
-            "standing": str(known.judged.eligibility),
-            "reasons": list(known.judged.reasons),
+            "restarts": node_state.restarts,
+            "standing": str(node_state.judged.eligibility),
+            "reasons": list(node_state.judged.reasons),
             "vault": {} if node not in peers.agents else peers.agents[node].vault,
         }
-        for node, known in sorted(state.fleet.nodes.items())
+        for node, node_state in sorted(state.fleet.nodes.items())
     }
     return {
         "epoch": 0 if record is None else record.epoch,

@@ -97,8 +97,8 @@ class RunFiles:
         since this coordinator has received the newest step, and the waiting events."""
         now = time.monotonic()
         ago = None if self._stepped_at is None else now - self._stepped_at
-        known = {"now": self._clock_zero + now, "step_seconds_ago": ago}
-        return {**known, "events": self.writer.describe()}
+        times = {"now": self._clock_zero + now, "step_seconds_ago": ago}
+        return {**times, "events": self.writer.describe()}
 
     def write(self, event: Event) -> None:
         """Queue an event with the present date, or add it to a digest of many events."""
@@ -139,11 +139,11 @@ class RunFiles:
             run_files.write_latest(self._run.latest, [end.resume, *older])
         else:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                known = run_files.read_valid(self._run.latest)
-                trusted = state.blame.trusted(known)
+                valid = run_files.read_valid(self._run.latest)
+                trusted = state.blame.trusted(valid)
                 if not trusted:
                     self._run.latest.unlink()
-                elif trusted != known:
+                elif trusted != valid:
                     run_files.write_latest(self._run.latest, trusted)
         run_files.write_json(self._run.final, result, lasting=True)
 
@@ -411,7 +411,7 @@ class CommitDigest:
         """
         if event.kind is not Kind.COMMITTED:
             return []
-        data, known = event.data, self._newest
+        data, newest = event.data, self._newest
         counts = {"reports": 1, "released": bool(data.get("released"))}
         counts["bytes"] = int(data.get("bytes", 0))
         for name, combine in _COMBINED.items():
@@ -422,11 +422,11 @@ class CommitDigest:
         self._roles.add(event.role)
         # The digest has the time of its newest commit, as it may be written much later.
         self._newest = replace(
-            known,
-            epoch=max(known.epoch, event.epoch),
-            iteration=max(known.iteration or 0, event.iteration or 0),
-            wall_seconds=max(known.wall_seconds, event.wall_seconds),
-            monotonic_seconds=max(known.monotonic_seconds, event.monotonic_seconds),
+            newest,
+            epoch=max(newest.epoch, event.epoch),
+            iteration=max(newest.iteration or 0, event.iteration or 0),
+            wall_seconds=max(newest.wall_seconds, event.wall_seconds),
+            monotonic_seconds=max(newest.monotonic_seconds, event.monotonic_seconds),
         )
         return self.take() if now - self._began >= PERIOD_SECONDS else []
 
@@ -461,12 +461,12 @@ class WaitDigest:
                 return []
             self._lasting = {key: now}
             return [event]
-        began, known = self._ended.get(key, (now, None))
+        began, digest = self._ended.get(key, (now, None))
         longest, roles, total = event, 1, seconds
-        if known is not None:
-            longest = event if seconds > known.data["longest_seconds"] else known
-            roles, total = known.data["roles"] + 1, known.data["seconds"] + seconds
-            seconds = max(seconds, known.data["longest_seconds"])
+        if digest is not None:
+            longest = event if seconds > digest.data["longest_seconds"] else digest
+            roles, total = digest.data["roles"] + 1, digest.data["seconds"] + seconds
+            seconds = max(seconds, digest.data["longest_seconds"])
         data = {"seconds": total, "longest_seconds": seconds, "roles": roles, "over": True}
         self._ended[key] = began, replace(longest, data=data)
         return self._take(now - PERIOD_SECONDS)

@@ -34,7 +34,7 @@ class ReportedProgress:
 
     def __init__(self, fatal_divergence: bool = True, newest: int = 0) -> None:
         self._fatal_divergence = fatal_divergence
-        self._known: dict[Kind, dict[int, dict[int | None, dict[str, Any]]]] = {
+        self._numbers: dict[Kind, dict[int, dict[int | None, dict[str, Any]]]] = {
             kind: {} for kind in COMPARED
         }
         self._roles: dict[int, dict[str, Any]] = {}
@@ -48,7 +48,7 @@ class ReportedProgress:
         if report.kind is Kind.STEP:
             self.last_iteration = max(self.last_iteration, report.iteration or 0)
         values = dict(report.data)
-        first = self._first(report, values) if report.kind in self._known else None
+        first = self._first(report, values) if report.kind in self._numbers else None
         if first is None:
             return report, protocol.from_progress(report)
         if first == values:
@@ -74,9 +74,9 @@ class ReportedProgress:
         or at another number of roles, these iterations are computed again."""
         self._roles.clear()
         self.last_iteration = min(self.last_iteration, iteration - 1)
-        for known in self._known.values():
-            for k in [k for k in known if k >= iteration]:
-                del known[k]
+        for by_iteration in self._numbers.values():
+            for k in [k for k in by_iteration if k >= iteration]:
+                del by_iteration[k]
 
     def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
         """Return the object of ``final.json``; a divergence outranks success."""
@@ -93,16 +93,16 @@ class ReportedProgress:
 
     def _first(self, report: Event, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return the numbers in the first report of this iteration; None if this is the first."""
-        known, role = self._known[report.kind], None
+        by_iteration, role = self._numbers[report.kind], None
         if report.kind is Kind.STATE_HASH:
             role, _ = report.role, values["sha256"]
-        by_role = known.setdefault(report.iteration or 0, {})
+        by_role = by_iteration.setdefault(report.iteration or 0, {})
         first = by_role.get(role)
         # A non-finite number counts as new each time: the iteration may have been discarded, and a
         # coordinator that has failed since may not have acted on the number.
         if first is not None and not not_finite(first):
             return first
         by_role[role] = values
-        if len(known) > COMPARED[report.kind]:
-            del known[min(known)]
+        if len(by_iteration) > COMPARED[report.kind]:
+            del by_iteration[min(by_iteration)]
         return None

@@ -126,7 +126,7 @@ class RunEnd:
         """Return why the result could not be written, empty if it was. Return None if another
         coordinator has taken over, which writes its own result. ``limit``: monotonic seconds.
         """
-        known = ""
+        last_reason = ""
         while True:
             try:
                 async with asyncio.timeout_at(limit):  # a loop has the monotonic clock
@@ -136,13 +136,13 @@ class RunEnd:
                 self._context.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
-                return known or f"it did not answer for {self._retry_seconds:g} s"
+                return last_reason or f"it did not answer for {self._retry_seconds:g} s"
             except OSError as error:
                 reason = error.strerror or str(error)
             if time.monotonic() > limit:
                 return reason
-            if reason != known:
-                known = reason
+            if reason != last_reason:
+                last_reason = reason
                 self._context.warn(
                     f"the result cannot be written to {self._path}: {reason};"
                     f" tried again for {self._retry_seconds:g} s"

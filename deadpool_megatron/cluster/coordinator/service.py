@@ -407,9 +407,9 @@ class Coordinator:
                 return
         lineage, nonfinite = self.state.lineage, self.state.blame.nonfinite
         for restore in checkpoints:
-            known = restore.path in {other.path for other in lineage.valid} | lineage.invalidated
-            bad = is_rolled_back(restore.generation, nonfinite)
-            if restore.kind == "durable" and not known and not bad:
+            is_known = restore.path in {other.path for other in lineage.valid} | lineage.invalidated
+            is_bad = is_rolled_back(restore.generation, nonfinite)
+            if restore.kind == "durable" and not is_known and not is_bad:
                 facts = (restore.path, restore.boundary, restore.identity)
                 self.feed(inputs.DurableValid(restore.generation.iteration, *facts))
 

@@ -69,8 +69,8 @@ def sign(term: int, count: int) -> str:
 
 def term_of(beat: str) -> int:
     """Return the term in a sign of life; 0 before the first sign, and for text that is no sign."""
-    named = beat.partition(" ")[0]
-    return int(named) if named.isascii() and named.isdigit() else 0
+    number = beat.partition(" ")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0
 
 
 def has_begun_after(journal: Journal, term: int) -> bool:
@@ -93,11 +93,11 @@ def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
     is enough, as a claimant writes the sign at once. Raises JournalError.
     """
     beat = journal.read_heartbeat()
-    named = term_of(beat)
+    number = term_of(beat)
     if known is None:
         known = newest_term(journal)
-    elif named > known.number:
-        known = Term.from_dict(named, journal.read(_KIND, named))
+    elif number > known.number:
+        known = Term.from_dict(number, journal.read(_KIND, number))
     return known, beat
 
 
@@ -171,7 +171,7 @@ class SignOfLife:
     async def run(self) -> None:
         """Write the sign until cancelled, or until another coordinator has taken over."""
         loop = asyncio.get_running_loop()
-        known = ""
+        last_trouble = ""
         while True:
             show = self.is_reachable()
             trouble = "" if show else "more than half of the agents are silent at once"
@@ -188,9 +188,9 @@ class SignOfLife:
                 if is_followed:
                     self.on_newer(f"term {self.term + 1} has begun")
                     return
-            if trouble and trouble != known:
+            if trouble and trouble != last_trouble:
                 self.on_trouble(f"{trouble}; nothing is decided until that is over")
-            known = trouble
+            last_trouble = trouble
             await asyncio.sleep(self.rhythm.beat)
 
     def look(self) -> int:
@@ -230,8 +230,8 @@ def claim_order(
         if node >= nodes:
             return max(0, nodes + spares - 1 - node)
         return nodes - 1 - node + (spares + _TURNS_FOR_SPARES if spares else 0)
-    known = record.nodes
-    candidates = sorted(known, key=lambda n: (n == coordinator, not known[n].spare, -n))
+    live_nodes = record.nodes
+    candidates = sorted(live_nodes, key=lambda n: (n == coordinator, not live_nodes[n].spare, -n))
     return candidates.index(node) if node in candidates else len(candidates)
 
 

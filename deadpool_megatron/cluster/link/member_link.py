@@ -231,8 +231,8 @@ class MemberLink:
 
     def _on_record(self, record: EpochRecord) -> None:
         with self._state:
-            known = 0 if self._record is None else self._record.epoch
-            if record.epoch <= max(known, self.closed_epoch):
+            newest = 0 if self._record is None else self._record.epoch
+            if record.epoch <= max(newest, self.closed_epoch):
                 return
             self._record = record
             self._state.notify_all()

@@ -94,7 +94,7 @@ class Blame:
     def note_failure(self, reached: int, failure: Failure) -> None:
         """Count a failure after the iteration ``reached``. Failures before that iteration do not
         count any more, as progress followed them."""
-        recent = (known for known in self.failures if known[0] >= reached)
+        recent = (entry for entry in self.failures if entry[0] >= reached)
         self.failures = (*recent, (reached, failure))
 
     def crash_loop(self, allowed: int) -> FinalStatus | None:
@@ -118,14 +118,14 @@ class Blame:
     def suspect(self, new: Suspicion) -> None:
         """Take the failure of ``new`` for the cause, unless a better cause comes in time. State
         that did not restore is a better cause than the suspicion so far."""
-        known = self.suspicion
-        if known is None:
+        present = self.suspicion
+        if present is None:
             self.suspicion = new
             return
         if new.bad_parts or new.restore_failed:
-            known.failure = new.failure
-        known.bad_parts |= new.bad_parts
-        known.restore_failed |= new.restore_failed
+            present.failure = new.failure
+        present.bad_parts |= new.bad_parts
+        present.restore_failed |= new.restore_failed
 
     def believe(self, suspicion: Suspicion, restore: Restore) -> None:
         """Note the bad state of a ``restore`` that failed, as no better cause came.
@@ -167,5 +167,5 @@ def _is_repeated(same: list[Failure], failure: Failure) -> bool:
     fault."""
     if failure.kind in OF_THE_HOST:
         # A host that fails again loses its roles. If another host fails too, no host is at fault.
-        return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES
+        return len({other.node for other in same}) > 1 or len(same) >= _SAME_FAILURES
     return len(same) >= (_SAME_EXITS if failure.exited else _SAME_FAILURES)

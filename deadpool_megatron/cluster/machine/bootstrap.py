@@ -195,13 +195,13 @@ def facts_reported(core: Core, event: ev.FactsReported) -> None:
     """Note that a node has repeated its health check. Its memory is no longer compared with the
     requirement: by now it may hold copies."""
     fleet = core.state.fleet
-    if (known := fleet.nodes.get(event.node)) is None:
+    if (entry := fleet.nodes.get(event.node)) is None:
         return
-    before, known.facts = known.facts, event.facts
+    old_facts, entry.facts = entry.facts, event.facts
     if event.node not in core.state.seats.nodes:
         _judge_again(core, event.node, fresh=False)
     elif event.facts.health is not Health.GOOD and event.node not in fleet.drains:
-        _move_away(core, event.node, event.facts, None if before is None else before.health)
+        _move_away(core, event.node, event.facts, None if old_facts is None else old_facts.health)
 
 
 def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -> None:
@@ -229,22 +229,22 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
 def _judge_again(core: Core, node: int, *, fresh: bool) -> None:
     """Judge a node without a role by its latest report. ``fresh``: its memory is still empty."""
     fleet, agreed = core.state.fleet, core.state.agreed
-    known = fleet.nodes[node]
+    entry = fleet.nodes[node]
     if agreed is None:
         return
-    judged = _judge(core, known.facts, agreed, fresh=fresh)
-    if judged == known.judged:
+    judged = _judge(core, entry.facts, agreed, fresh=fresh)
+    if judged == entry.judged:
         return
     if judged.eligibility is Eligibility.EXCLUDED and core.state.phase not in _AT_REST:
         # The restore or dump may need its data; it will report again later.
         fleet.distrust(frozenset({node}))
         return
-    _emit(core, node, judged, known.facts, known.domain)
+    _emit(core, node, judged, entry.facts, entry.domain)
     if judged.eligibility is Eligibility.WEAK:
         fleet.deprioritized |= {node}
-    elif judged.eligibility is Eligibility.GOOD and known.judged.eligibility is Eligibility.WEAK:
+    elif judged.eligibility is Eligibility.GOOD and entry.judged.eligibility is Eligibility.WEAK:
         fleet.deprioritized -= {node}
-    known.judged = judged
+    entry.judged = judged
     if judged.eligibility is Eligibility.EXCLUDED:
         _exclude(core, node, judged)
 
@@ -263,7 +263,7 @@ def _needs(config: states.Config) -> Needs:
 def _judge_all(core: Core) -> None:
     """Judge all nodes together, and exclude or drain those that are not good."""
     state, config = core.state, core.config
-    facts = {node: known.facts for node, known in sorted(state.fleet.nodes.items())}
+    facts = {node: entry.facts for node, entry in sorted(state.fleet.nodes.items())}
     if config.settings.check == "off":
         judged = dict.fromkeys(facts, Judgement())
     else:
@@ -274,8 +274,8 @@ def _judge_all(core: Core) -> None:
             _emit(core, node, verdict, facts[node], state.fleet.nodes[node].domain)
         state.fleet.nodes[node].judged = verdict
     excluded = [n for n, verdict in judged.items() if verdict.eligibility is Eligibility.EXCLUDED]
-    eligible = [known for node, known in facts.items() if node not in excluded]
-    state.agreed = eligibility.agree(known for known in eligible if known is not None)
+    eligible = [entry for node, entry in facts.items() if node not in excluded]
+    state.agreed = eligibility.agree(entry for entry in eligible if entry is not None)
     if config.check_only:
         _end_check(core, judged)
         return

@@ -26,8 +26,8 @@ ASKED_FOR = "asked for by 'deadpool protect'"
 
 def layouts_of(state: State) -> dict[int, RoleLayout]:
     """Return the layouts of the roles with a seat, as far as they are known."""
-    known = dict(state.memory.layouts)  # copied, as other threads call this too
-    return {role: known[role] for role in state.seats if role in known}
+    layouts = dict(state.memory.layouts)  # copied, as other threads call this too
+    return {role: layouts[role] for role in state.seats if role in layouts}
 
 
 def topology_of(state: State, settings: Settings) -> Topology | None:
@@ -36,7 +36,7 @@ def topology_of(state: State, settings: Settings) -> Topology | None:
     if len(layouts) < len(state.seats):
         return None
     seated = {role: seat.node for role, seat in state.seats.items()}
-    domains = {node: known.domain for node, known in dict(state.fleet.nodes).items()}
+    domains = {node: entry.domain for node, entry in dict(state.fleet.nodes).items()}
     training = set(seated.values())
     spares = [node for node in domains if node not in training]
     return Topology(layouts, seated, domains, spares, settings.replicas)
@@ -45,7 +45,7 @@ def topology_of(state: State, settings: Settings) -> Topology | None:
 def budgets_of(state: State) -> dict[int, int]:
     """Return the bytes for generations on each node that has reported them."""
     return {
-        n: known.memory_bytes for n, known in dict(state.fleet.nodes).items() if known.memory_bytes
+        n: entry.memory_bytes for n, entry in dict(state.fleet.nodes).items() if entry.memory_bytes
     }
 
 

@@ -46,9 +46,9 @@ def is_size_excluded(core: Core) -> bool:
 
 def wait_seconds(core: Core) -> float:
     """Return how long the run waits for a spare before another size is chosen."""
-    given, longest = core.settings.elastic_wait, core.settings.spare_timeout_seconds
+    setting, longest = core.settings.elastic_wait, core.settings.spare_timeout_seconds
     usual = min(core.state.changes.wait_seconds or longest, longest)
-    return usual if given == "auto" else float(given)
+    return usual if setting == "auto" else float(setting)
 
 
 def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
@@ -75,8 +75,8 @@ def other_size(core: Core, *, stuck: bool) -> tuple[Seating, Restore] | None:
 def can_grow(core: Core) -> bool:
     """Return whether there are ready nodes for a larger size, and state that it can restore."""
     larger = (size for size in allowed_sizes(core) if size > present_size(core))
-    found = (seats for size in larger if (seats := _seats(core, size, stuck=False)))
-    return any(isinstance(_restore_after_pause(core, seats), Restore) for seats in found)
+    seatings = (seats for size in larger if (seats := _seats(core, size, stuck=False)))
+    return any(isinstance(_restore_after_pause(core, seats), Restore) for seats in seatings)
 
 
 def _restore_after_pause(core: Core, seats: Mapping[int, Seat]) -> Restore | planner.NoRestore:
@@ -143,12 +143,12 @@ def note_opened(core: Core, seconds: float) -> None:
 def note_trained(core: Core, record: EpochRecord) -> None:
     """Note that the first iteration at this size is complete."""
     state, roles = core.state, len(record.seats)
-    before, state.changes = state.changes.trained, replace(state.changes, trained=roles)
+    old_roles, state.changes = state.changes.trained, replace(state.changes, trained=roles)
     if state.memory.sizes is None:
         return
     _journal_changes(core, state.memory.sizes)
     ranks, last = state.memory.sizes.ranks_per_replica, state.recoveries.finished[-1:]
-    facts: dict[str, Any] = {"from": before // ranks, "to": roles // ranks, "why": record.cause}
+    facts: dict[str, Any] = {"from": old_roles // ranks, "to": roles // ranks, "why": record.cause}
     if last and last[0].epoch == record.epoch:  # else another coordinator began the recovery
         facts |= {"seconds": last[0].seconds, "phases": last[0].phases}
     core.emit(Kind.SIZE, **facts)

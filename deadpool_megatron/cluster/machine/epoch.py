@@ -140,9 +140,9 @@ def seating(core: Core, excluded: frozenset[int]) -> Seating:
 
 def can_drain(core: Core, draining: frozenset[int]) -> bool:
     """Return whether spares that are not deprioritized can take all roles of ``draining``."""
-    found = seating(core, draining)
-    spares = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not spares & core.state.fleet.deprioritized
+    next_seats = seating(core, draining)
+    spares = {seat.node for seat in next_seats.seats.values()} - core.state.seats.nodes
+    return not next_seats.unseated and not spares & core.state.fleet.deprioritized
 
 
 def barred_nodes(state: states.State) -> frozenset[int]:
@@ -229,9 +229,9 @@ def _record_nodes(state: states.State, seats: Mapping[int, Seat]) -> dict[int, r
     training = {seat.node for seat in seats.values()}
     return {
         node: records.NodeAddress(
-            known.host, known.vault_port, known.domain, spare=node not in training
+            node_state.host, node_state.vault_port, node_state.domain, spare=node not in training
         )
-        for node, known in sorted(state.fleet.nodes.items())
+        for node, node_state in sorted(state.fleet.nodes.items())
     }
 
 
@@ -296,7 +296,7 @@ def _history(core: Core, restore: Restore) -> History:
         distrusted=state.fleet.distrusted - state.fleet.removed.keys(),
         nonfinite=state.blame.nonfinite,
         invalidated=state.lineage.invalidated,
-        failures=tuple({**known.to_dict(), "iteration": k} for k, known in state.blame.failures),
+        failures=tuple({**each.to_dict(), "iteration": k} for k, each in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + recomputed,
         reported_plan=state.protection.reported,
@@ -332,7 +332,7 @@ def journal_failed(core: Core, event: ev.JournalFailed) -> None:
 def _announce(core: Core, record: EpochRecord) -> None:
     """Announce the pending record, which is durable: it is valid from now on."""
     state, restore, seats = core.state, record.restore, SeatTable(record.seats)
-    before, drained, forgotten = state.seats, state.fleet.draining, state.blame.poisoned_from
+    old_seats, drained, forgotten = state.seats, state.fleet.draining, state.blame.poisoned_from
     state.recoveries.spend("decide", core.now)
     if state.restarted:
         _report_restart(core, restore)
@@ -367,15 +367,15 @@ def _announce(core: Core, record: EpochRecord) -> None:
         generation=restore.generation.to_list(),
         restore=restore.kind,
         segment=restore.boundary,
-        changes=sorted(role for role, seat in record.seats.items() if before.get(role) != seat),
+        changes=sorted(role for role, seat in record.seats.items() if old_seats.get(role) != seat),
         seconds=recovery.phases["decide"] if recovery else 0.0,
-        **({} if len(before) == len(seats) else {"roles": len(seats)}),
+        **({} if len(old_seats) == len(seats) else {"roles": len(seats)}),
         **({} if forgotten is None else {"forgotten_from": forgotten}),
     )
     for place, member in sorted(fleet.members.items()):
         if place in seats.role_by_place:
             continue
-        if place[0] in drained or len(before) != len(seats):
+        if place[0] in drained or len(old_seats) != len(seats):
             # The next process there serves as a fresh spare, built for the present size.
             core.kill(place)
         elif member.status in states.BUILDING:

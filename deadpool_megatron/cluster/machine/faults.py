@@ -159,9 +159,9 @@ def diverged(core: Core, event: ev.Diverged) -> None:
     state, text = core.state, event.text
     if state.record is not None and (path := state.record.restore.path):
         k = state.record.restore.generation.iteration
-        older = (known.path for known in state.lineage.valid if known.generation.iteration < k)
-        before = next(older, "there is none")
-        text += f"; this state is suspect, it came from {path} (the one before: {before})"
+        older = (each.path for each in state.lineage.valid if each.generation.iteration < k)
+        previous = next(older, "there is none")
+        text += f"; this state is suspect, it came from {path} (the one before: {previous})"
     save_and_end(core, FinalStatus(ExitStatus.DIVERGENCE, text))
 
 
@@ -182,24 +182,24 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
         reason = f"nothing continues from it in epoch {event.epoch}"
         core.refuse(f"{event.number} of step {k}", reason)
         return
-    again = k in blame.nonfinite
+    is_repeated = k in blame.nonfinite
     # If it repeats, it is no stray fault of this iteration: the state before it may be bad.
-    bad = _origin(state) if again else k
-    policy = "stop" if bad is None or setting != "rollback" else "rollback"
+    first_bad = _origin(state) if is_repeated else k
+    policy = "stop" if first_bad is None or setting != "rollback" else "rollback"
     facts = {"number": event.number, "value": event.value, "policy": policy}
     core.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
-    found = f"the {event.number} of iteration {k} is {event.value}"
-    cause = f"{found} (seen by role {event.role}; it may come from any of its peers)"
-    if again:
+    finding = f"the {event.number} of iteration {k} is {event.value}"
+    cause = f"{finding} (seen by role {event.role}; it may come from any of its peers)"
+    if is_repeated:
         cause += ", and was not finite either when it was computed before"
-    if bad is None or policy == "stop":
+    if first_bad is None or policy == "stop":
         # The state to save is the state before the iteration.
         blame.poisoned_from = k
         save_and_end(core, FinalStatus(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
     blame.discard(k, state.epoch)
-    blame.discard(bad, state.epoch)
-    signature = ("nonfinite", str(k), str(bad))
+    blame.discard(first_bad, state.epoch)
+    signature = ("nonfinite", str(k), str(first_bad))
     close(core, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
 
 

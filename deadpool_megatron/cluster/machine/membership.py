@@ -48,9 +48,9 @@ _KINDS: Mapping[int | None, FailureKind] = {
 def node_lost(core: Core, event: ev.NodeLost) -> None:
     """Act on a verdict about a connected node; ignore a node that the machine itself dropped."""
     node, kind = event.node, event.kind
-    if (known := core.state.fleet.nodes.get(node)) is None:
+    if (node_state := core.state.fleet.nodes.get(node)) is None:
         return
-    if known.returns and not event.silent_seconds and kind is FailureKind.NODE_LOST:
+    if node_state.returns and not event.silent_seconds and kind is FailureKind.NODE_LOST:
         core.state.fleet.returning |= {node}
     failure = Failure.of_node(node, f"node {node}: {event.cause}", kind)
     lose_node(core, node, failure, silent_seconds=event.silent_seconds)
@@ -149,14 +149,14 @@ def exposed_roles(state: states.State) -> frozenset[int]:
     exposed = record.fewer_copies
     if recovery is None and state.phase in (states.Phase.RUNNING, states.Phase.PAUSING):
         return exposed
-    for known in (record,) if recovery is None else (record, recovery.record):
-        lost = known.nodes.keys() - state.fleet.nodes.keys()
-        if lost and known.protection.kind.combines_roles:
+    for each_record in (record,) if recovery is None else (record, recovery.record):
+        lost = each_record.nodes.keys() - state.fleet.nodes.keys()
+        if lost and each_record.protection.kind.combines_roles:
             return frozenset(record.seats)
         exposed |= {
             role
-            for role, buddies in _buddies(state, known).items()
-            if not lost.isdisjoint((known.seats[role].node, *buddies))
+            for role, buddies in _buddies(state, each_record).items()
+            if not lost.isdisjoint((each_record.seats[role].node, *buddies))
         }
     return exposed
 
@@ -212,14 +212,14 @@ def quarantine(core: Core, node: int, cause: str, kind: FailureKind | None = Non
     """Exclude the node from all roles, and its host too, so that it gets none under a new number
     either. The host stays eligible if other nodes run there, or if only its files are wrong."""
     fleet = core.state.fleet
-    if (known := fleet.nodes.get(node)) is None:
+    if (node_state := fleet.nodes.get(node)) is None:
         return
     is_shared = any(
-        neighbour.host_name == known.host_name and other not in fleet.quarantined
+        neighbour.host_name == node_state.host_name and other not in fleet.quarantined
         for other, neighbour in fleet.nodes.items()
         if other != node
     )
-    host = "" if is_shared or kind is FailureKind.OTHER_PROGRAM else known.host_name
+    host = "" if is_shared or kind is FailureKind.OTHER_PROGRAM else node_state.host_name
     fleet.quarantined |= {node}
     fleet.quarantined_hosts |= {host} if host else set()
     core.act(Note(QUARANTINED, node, {"cause": cause, "host": host}))
@@ -245,14 +245,14 @@ def _crashed(core: Core, node: int, failure: Failure) -> None:
     restore."""
     if core.state.phase in states.LAST_PHASES or node not in core.state.fleet.nodes:
         return
-    known = core.state.fleet.nodes[node]
+    node_state = core.state.fleet.nodes[node]
     of_host = failure.kind in OF_THE_HOST
-    known.crashed_at = (*_recent(core, known.crashed_at), core.now)
-    known.host_errors += of_host
-    if of_host and known.host_errors >= _HOST_ERRORS:
-        reason = f"{known.host_errors} errors of its device or memory"
-    elif len(known.crashed_at) >= _CRASHES:
-        reason = f"{len(known.crashed_at)} crashes within {_CRASH_WINDOW_SECONDS:g} s"
+    node_state.crashed_at = (*_recent(core, node_state.crashed_at), core.now)
+    node_state.host_errors += of_host
+    if of_host and node_state.host_errors >= _HOST_ERRORS:
+        reason = f"{node_state.host_errors} errors of its device or memory"
+    elif len(node_state.crashed_at) >= _CRASHES:
+        reason = f"{len(node_state.crashed_at)} crashes within {_CRASH_WINDOW_SECONDS:g} s"
     else:
         return
     move_to_spare(core, node, f"after {reason}, the last: {failure.cause}", failure.kind)
@@ -297,11 +297,11 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
     if role != layout.role or state.reporting_epoch is None or state.record is None:
         core.refuse_of(event, f"it does not play role {layout.role}")
         return
-    known = memory.layouts.get(role := layout.role)
-    is_same = known is None or known.layout_hash == layout.layout_hash
-    if known is not None and role in memory.inherited:
+    expected = memory.layouts.get(role := layout.role)
+    is_same = expected is None or expected.layout_hash == layout.layout_hash
+    if expected is not None and role in memory.inherited:
         if not is_same:
-            _end_as_other_model(core, known, layout)
+            _end_as_other_model(core, expected, layout)
             return
         memory.inherited -= {role}
     if not is_same and state.record.restore.kind == "memory":
@@ -331,8 +331,8 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     status = state.fleet.members[place].status
     ordered = status is states.MemberStatus.KILLED
     role = core.role_at(event)
-    how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
-    cause = f"{event.process} ended: {how}"
+    detail = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
+    cause = f"{event.process} ended: {detail}"
     cause += f" ({event.last_line})" if event.last_line else ""
     failure = failure_of(event, cause, role)
     on_purpose = ordered or event.ordered

@@ -172,10 +172,10 @@ def note_paused(core: Core, event: inputs.Paused) -> None:
         phase_state.order.paused.add(role)
         check_paused(core)
         return
-    known = phase_state.pause if isinstance(phase_state, Entering) else None
-    paused = set[int]() if known is None else known.paused
-    if known is not None and known.iteration != iteration:
-        paused, iteration = set(), max(known.iteration, iteration)
+    earlier = phase_state.pause if isinstance(phase_state, Entering) else None
+    paused = set[int]() if earlier is None else earlier.paused
+    if earlier is not None and earlier.iteration != iteration:
+        paused, iteration = set(), max(earlier.iteration, iteration)
     cause = "a pause that was ordered before the coordinator changed"
     order = PauseOrder(iteration, cause, paused=paused | {role})
     if isinstance(phase_state, Entering):

@@ -25,21 +25,21 @@ def adopt(core: Core, event: ev.RequestsFound) -> None:
     """Adopt the requests made to earlier coordinators; a request that was started starts again.
     After a restart of all processes open requests are over. If that is only assumed, they wait
     until the agents have reported."""
-    again, waiting = [], core.state.phase_state
+    adopted, phase_state = [], core.state.phase_state
     restarted = event.restarted and not core.state.survived
-    is_sure = core.config.has_new_command or not isinstance(waiting, states.TakingOver)
+    is_sure = core.config.has_new_command or not isinstance(phase_state, states.TakingOver)
     for request in event.requests:
         if request.is_open and restarted and is_sure:
             request = request.at(Stage.REFUSED, STARTED_AGAIN)
         elif request.is_open:
             request = request.at(Stage.ASKED)
-        again.append(request)
-    if restarted and isinstance(waiting, states.TakingOver) and not is_sure:
-        waiting.requests = frozenset(request.number for request in again if request.is_open)
+        adopted.append(request)
+    if restarted and isinstance(phase_state, states.TakingOver) and not is_sure:
+        phase_state.requests = frozenset(request.number for request in adopted if request.is_open)
     # A stop that could not wait for the journal was numbered without knowledge of these requests.
-    highest = max((request.number for request in again), default=0)
+    highest = max((request.number for request in adopted), default=0)
     own = [replace(request, number=highest + n) for n, request in enumerate(core.state.requests, 1)]
-    core.state.requests = prune((*again, *own))
+    core.state.requests = prune((*adopted, *own))
 
 
 def refuse_assumed(core: Core, numbers: frozenset[int]) -> None:

@@ -99,8 +99,8 @@ def dump(core: Core) -> None:
     restore = planner.choose_restore(query)
     if state.is_changing and (isinstance(restore, NoRestore) or restore.kind != "memory"):
         # The generation of the previous size is perhaps still whole.
-        before = planner.choose_restore(replace(query, roles=roles_of(core, state.changes.trained)))
-        restore = before if isinstance(before, Restore) else restore
+        older = planner.choose_restore(replace(query, roles=roles_of(core, state.changes.trained)))
+        restore = older if isinstance(older, Restore) else restore
     if isinstance(restore, NoRestore):
         status = 1 if final.status == ExitStatus.SAVED else final.status
         # If nodes could not write, that is the reason, and it is reported at the end.

@@ -171,8 +171,8 @@ class Memory:
     def add_sizes(self, sizes: Sizes | None) -> None:
         """Note the sizes that a member reports. The report with the fewest sizes counts, as the
         state of some roles may exclude a size."""
-        known = self.sizes
-        if sizes and (known is None or len(sizes.replicas) < len(known.replicas)):
+        present = self.sizes
+        if sizes and (present is None or len(sizes.replicas) < len(present.replicas)):
             self.sizes = sizes
 
     @property
@@ -237,18 +237,18 @@ class LineageProgress:
         """Add a checkpoint that became valid, in place of any earlier checkpoint with its path."""
         k = restore.generation.iteration
         self.remove({restore.path})
-        older = [known for known in self.valid if known.generation.iteration < k]
-        newer = [known for known in self.valid if known not in older]
+        older = [entry for entry in self.valid if entry.generation.iteration < k]
+        newer = [entry for entry in self.valid if entry not in older]
         self.valid, self.invalidated = (*newer, restore, *older), self.invalidated - {restore.path}
 
     def remove(self, paths: Collection[str]) -> None:
         """Drop the checkpoints that have these paths."""
-        self.valid = tuple(known for known in self.valid if known.path not in paths)
+        self.valid = tuple(entry for entry in self.valid if entry.path not in paths)
 
     def invalidate(self, path: str) -> bool:
         """Note that the checkpoint at ``path`` could not be loaded. Return whether it is given up
         now: the only checkpoint left gets a second try, as a device may have been at fault."""
-        if path != self.retried and {known.path for known in self.valid} == {path}:
+        if path != self.retried and {entry.path for entry in self.valid} == {path}:
             self.retried = path
             return False
         self.remove({path})

@@ -89,9 +89,9 @@ def add_bad_node(runs: Path, bad: BadNode) -> None:
     Waits while another run adds a node. Raises as :func:`read_bad_nodes` does.
     """
     with _locked(runs):
-        known = read_bad_nodes(runs)
-        if not any((node.host, node.run) == (bad.host, bad.run) for node in known):
-            _write(runs, [*known, bad])
+        entries = read_bad_nodes(runs)
+        if not any((node.host, node.run) == (bad.host, bad.run) for node in entries):
+            _write(runs, [*entries, bad])
 
 
 def forget_host(runs: Path, host: str) -> int:
@@ -100,11 +100,11 @@ def forget_host(runs: Path, host: str) -> int:
     Waits while a run adds a node. Raises as :func:`read_bad_nodes` does.
     """
     with _locked(runs):
-        known = read_bad_nodes(runs)
-        others = [node for node in known if node.host != host]
-        if len(others) < len(known):
+        entries = read_bad_nodes(runs)
+        others = [node for node in entries if node.host != host]
+        if len(others) < len(entries):
             _write(runs, others)
-        return len(known) - len(others)
+        return len(entries) - len(others)
 
 
 def exclusion_reason(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:

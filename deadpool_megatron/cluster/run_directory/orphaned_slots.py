@@ -76,10 +76,10 @@ def end_orphaned_processes(run: RunDirectory, run_id: str, node: int, segments: 
     A vault outlives its agent for a while, and two vaults must not write into the same slots.
     """
     pids = set(cleanup.node_processes(run, node))
-    wanted = str(segments).encode()
+    directory = str(segments).encode()
     for pid in posix.processes_with_environment(run_files.ENVIRONMENT_RUN_ID, run_id):
         try:
-            if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if directory in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 pids.add(pid)
         except OSError:
             continue  # the process has ended in the meantime
