@@ -107,8 +107,8 @@ class RoleLayout(Coded):
 
     @property
     def without_runs(self) -> RoleLayout:
-        """Return the layout for the coordinator, which has the layouts of all roles: without the
-        runs of the shard map, which is large."""
+        """Return the layout without the runs of its shard map, which are large. That is enough for
+        the coordinator, which has the layouts of all roles."""
         return replace(self, shard_map=replace(self.shard_map, runs={}))
 
     @cached_property
@@ -297,7 +297,7 @@ class EpochRecord(Coded):
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``replicas``: lost nodes
     that the protection survives; ``protection``: its plan. ``begins``: the epoch is the first after
-    a start of the run, whose command may have changed. ``history``: that of the run so far, for a
+    a start of the run, whose command may have changed. ``history``: the run so far, for a
     coordinator that takes over; agents do not receive it.
     """
 

@@ -60,7 +60,7 @@ def plan_of_kind(kind: str, every: int, group: int) -> ProtectionPlan:
 
 def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> int:
     """Return the number of lost nodes that a plan survives, the value of EpochRecord.replicas: its
-    copies, or the parity blocks of a group. Without ``plan``, that of the run's first plan.
+    copies, or the parity blocks of a group. ``plan``: by default the first plan of the run.
     """
     return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
 

@@ -147,7 +147,8 @@ class Agent:
             await self._vault.start()
             self.write_listing()
             # Shielded, so that the last reports are acknowledged while everything else shuts down.
-            # The fence or the launcher ends a node without contact earlier than this limit.
+            # After the first contact, the fence or the launcher ends a node that has lost contact
+            # earlier than this limit.
             limit = max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
             self._serving = asyncio.create_task(self._link.run(limit))
             await first_of(

@@ -367,8 +367,8 @@ class NodeMembers:
         self._send({"t": "member-lost", **seat, **details, "last_line": cause})
 
     def repeat(self, closed_epoch: Callable[[], int], within_seconds: float) -> None:
-        """Repeat the members' reports, except those of closed epochs, to a new coordinator. It is
-        done at a random moment within the time, as the reports of all agents at once may be too
+        """Repeat the members' reports, except for closed epochs, to a new coordinator. They are
+        sent at a random moment within the time, as the reports of all agents at once may be too
         many.
         """
         if within_seconds:

@@ -113,9 +113,9 @@ class Commands:
                 return {**options, "reason": str(message["reason"])}
 
     def _send_signal(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Order an agent to send a signal, so that a user can watch a recovery. It goes to the
-        agent itself, to its vault, to all processes of its node, or to the process of a role. The
-        order is not journalled: a takeover may lose it."""
+        """Order an agent to send a signal, so that a user can watch a recovery. The signal goes to
+        the agent itself, to its vault, to all processes of its node, or to the process of a role.
+        The order is not journalled: a takeover may lose it."""
         state, part, name = self._context.state, str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:

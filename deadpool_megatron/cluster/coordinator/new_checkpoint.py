@@ -178,8 +178,8 @@ class NewCheckpoint:
         try:
             _prepare(temporary)
             self._require_current()
-            # This is checked after the sync, so that a checkpoint stays that another coordinator
-            # has made valid in the meantime. It has noted the name before.
+            # The check comes after the sync, as another coordinator may have made a checkpoint
+            # valid in the meantime. Its name is noted, so that it counts as this run's, and stays.
             if final.exists() and (str(final) in self.invalidated or not self._is_own()):
                 self._rename_existing()
             self._note_name(_SAVED)

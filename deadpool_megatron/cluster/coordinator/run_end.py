@@ -1,8 +1,8 @@
 """The end of a run: the result is written, and the agents are ordered to stop and leave.
 
-Before that the coordinator waits for saves and exports that are being made valid. The limit of this
-wait is that of a save if the program has ended by itself, else that of the agents' departure, and
-the user may cut the wait short.
+Before that the coordinator waits for saves and exports that are being made valid. The wait may last
+as long as a save if the program has ended by itself, otherwise as long as the agents may take to
+leave. The user may cut the wait short.
 
 The run directory may be full or hang at that moment. The write of the result is retried for as long
 as that of a journal entry. Until then no agent is ordered to stop, because without the result the

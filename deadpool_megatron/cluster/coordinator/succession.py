@@ -87,10 +87,10 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
 def begin(
     machine: Machine, journal: Journal, recovered: RecoveredState, on_trouble: Callable[[str], None]
 ) -> None:
-    """Make the machine take over the journal's state. As the term is claimed already, no other
-    coordinator writes a later record unseen (see :mod:`.terms`). The read takes the same time for a
-    run of any age. ``on_trouble(text)`` is called for each note on a node that is not understood.
-    Raises JournalError for a failing journal.
+    """Make the machine take over the journal's state. The term is claimed already, so an earlier
+    coordinator can only finish the write of a record that it had begun, and that record is found
+    here. The read takes the same time for a run of any age. ``on_trouble(text)`` is called for each
+    note on a node that is not understood. Raises JournalError for a failing journal.
     """
     record = newest_record(journal, recovered.record)
     if record is None:

@@ -1,8 +1,8 @@
 """The coordinator's connections: connected agents, their latest reports, the orders sent to them.
 
-A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
-(first message ``join``) or a command's (``control``). Refused connections are counted, and the
-first of them reported.
+A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). An agent has opened
+it if the first message is ``join``, and a command if it is ``control``. Refused connections are
+counted, and the first of them are reported.
 
 Only the end or a failure of the socket, or bytes that are no frame, end a connection. If the code
 of the coordinator fails at a message, the message is refused and acknowledged: the agent stays, and

@@ -406,7 +406,7 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
     is_cold = any(members[p].status is not states.MemberStatus.WARM for p in seated if p in members)
     if is_cold or core.state.is_changing:
         limit += settings.start_seconds
-    if record.restore.kind != "memory":  # index files, or a load, take their time
+    if record.restore.kind != "memory":  # index files are made, or a load takes long
         limit += settings.first_step_seconds
     return limit
 

@@ -93,8 +93,8 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     recipe = restore.recipes.get(owner)
     decoding = recipe.decodings.get(part) if recipe is not None else None
     if decoding is not None:
-        # Every decoding needs a parity block, so all of these have failed. The data blocks are not
-        # suspected: a node whose data is damaged has found that out itself.
+        # Every decoding needs a parity block, so all parity blocks count as tried. The data blocks
+        # are not suspected: a node whose data is damaged has found that out itself.
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
                 tried += places

@@ -260,7 +260,7 @@ def check_dumped(core: Core) -> None:
         return  # the end of the export is awaited
     restore, settings = dumping.restore, core.settings
     core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
-    # A run with a time limit does not export now: it has exported as late as it could before.
+    # A run with a time limit does not export now, as its last export came before the dump.
     writers, is_small = _writers(core, dumping), len(dumping.roles) < core.config.world_size
     if (settings.exports or is_small) and dumping.final.exports and writers:
         dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds

@@ -337,7 +337,7 @@ class Starter:
 
     async def start(self, spec: MemberSpec) -> StartedMember:
         """Start a member. Raises StartError, or OSError after closing everything it opened."""
-        # A server has the environment of another process, so the request has the whole of it.
+        # A server has the environment of another process, so the request contains all variables.
         whole = replace(spec, environment={**os.environ, **spec.environment})
         request = {"member": whole.to_dict()}
         with socket_pair(socket.SOCK_STREAM) as (own_end, child_end):

@@ -186,7 +186,7 @@ def processes_with_environment(name: str, value: str) -> Iterator[int]:
 
 def needed_by_coordinator(nodes: int) -> int:
     """Return how many open files a coordinator of ``nodes`` (spares included) needs. An agent may
-    have three connections: while two of them replace each other, a third is being accepted.
+    have three connections: while one replaces another, a third is being accepted.
     """
     return _OWN_FILES + 3 * nodes
 

@@ -1,7 +1,7 @@
 """The file of bad nodes next to the runs: hosts that runs have quarantined, with time and reason.
 
 All runs in a directory share the file: each run may add hosts, and later runs exclude these hosts,
-either at submission or when their agents join, which report the reason for the exclusion.
+either at submission, or when they join, as each agent reports the entry about its host.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def end_processes(pids: list[int]) -> None:
 
 def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:
     """Remove the processes and the memory of a dead agent's node, as if its host had been switched
-    off. ``keep_slots``: remove only the processes."""
+    off. ``keep_slots``: leave the memory."""
     pids = node_processes(run, node)
     end_processes(pids)
     copy_logs(run, run.segments(run_id, node))

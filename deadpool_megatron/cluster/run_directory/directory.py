@@ -7,8 +7,8 @@ Layout (contract between all processes of a run)::
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     saves.json  skeletons/  frozen/  launcher.lock  program/  datasets-ready
 
-``latest.json`` has the valid checkpoints and dumps, the best first. Before a checkpoint is used, it
-is checked that it still exists.
+``latest.json`` has the valid checkpoints and dumps, the best first. A checkpoint is used only after
+a check that it still exists.
 
 Orders are authenticated, but control over one agent or one member must not give the power to
 remove files on other hosts. So names are checked where an order is carried out: dumps lie in the
