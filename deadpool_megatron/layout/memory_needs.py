@@ -177,7 +177,7 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
     layout: all are slices of one model."""
     kind, replicas = settings.protection, settings.replicas
     # A part is not copied if enough peers hold the same bytes.
-    owed = {
+    owed_parts = {
         part.name: part.nbytes
         for part in layout.parts
         if part.name in layout.shard_parts and len(part.replicas) <= replicas
@@ -186,9 +186,9 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
     if kind == "parity":
         group = settings.parity_group
         scheme = f"for parity blocks ({replicas} for {group} roles)"
-    kept = replicas * kept_bytes(layout, () if group else owed)
-    if group and owed:
-        kept += replicas * math.ceil(block_bytes(layout.slots, group, owed) / group)
+    kept = replicas * kept_bytes(layout, () if group else owed_parts)
+    if group and owed_parts:
+        kept += replicas * math.ceil(block_bytes(layout.slots, group, owed_parts) / group)
     if kind == "local":
         kept, scheme = 0, "for copies (--deadpool-protection local)"
     elif kind == "local-twice":
@@ -247,8 +247,8 @@ class _Sizing:
         self.own[node] += own
         if self._plan.kind is SchemeKind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
-        copied = [] if self._parity is not None else [part.name for part in self._owed(role)]
-        kept = kept_bytes(layout, copied)
+        copied_parts = [] if self._parity is not None else [part.name for part in self._owed(role)]
+        kept = kept_bytes(layout, copied_parts)
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
 
@@ -296,9 +296,9 @@ def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
-def kept_bytes(layout: RoleLayout, copied: Collection[str]) -> int:
-    """Return the bytes of a copy on another node: the ``copied`` shard parts and the extras."""
-    left_out = {*layout.shard_parts} - {*copied}
+def kept_bytes(layout: RoleLayout, copied_parts: Collection[str]) -> int:
+    """Return the bytes of a copy on another node: ``copied_parts`` of the shard, and extras."""
+    left_out = {*layout.shard_parts} - {*copied_parts}
     return copy_bytes(layout, (part.nbytes for part in layout.parts if part.name not in left_out))
 
 

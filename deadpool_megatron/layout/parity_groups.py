@@ -86,15 +86,15 @@ class ParityPlacement:
         idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
         max_size = max(1, min(plan.scheme.group, len(training) + len(idle) - parities))
         # Row i of some nodes: the i-th role of each.
-        composed = [
+        rows = [
             (nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
             for nodes in (_split(training, max_size, domains) if training else ())
             for row in range(max(len(roles_of[node]) for node in nodes))
         ]
-        holders = _Holders(training, idle, domains, len(composed) * parities)
+        holders = _Holders(training, idle, domains, len(rows) * parities)
         self.groups = tuple(
             _group(roles, parities, holders.choose(number, nodes, parities))
-            for number, (nodes, roles) in enumerate(composed)
+            for number, (nodes, roles) in enumerate(rows)
         )
         self.by_role = {role: group for group in self.groups for role in group.roles}
         # Parity role -> its group, and the number of its block (from 0).
@@ -107,8 +107,8 @@ class ParityPlacement:
     @staticmethod
     def of_record(record: records.EpochRecord) -> ParityPlacement:
         """Return the placement that follows from a record."""
-        placed = records.nodes_of(record.seats, record.nodes)
-        return ParityPlacement(*placed, record.protection, record.replicas)
+        nodes = records.nodes_of(record.seats, record.nodes)
+        return ParityPlacement(*nodes, record.protection, record.replicas)
 
     def layout(self, number: int, layouts: Mapping[int, RoleLayout]) -> RoleLayout:
         """Return the layout of a parity role of this placement, from those of its group.

@@ -39,8 +39,8 @@ class CopyPlacement:
         self._replicas = replicas
         self._starts = [Fraction(number, replicas + 1) for number in range(replicas + 1)]
         first_role: dict[int, int] = {}
-        for seated in sorted(seats):
-            first_role.setdefault(seats[seated], seated)
+        for role in sorted(seats):
+            first_role.setdefault(seats[role], role)
         self._first_role = first_role
         self._first_roles = sorted(first_role.values())
         self._idle = set(spares) - set(first_role)
@@ -68,7 +68,7 @@ class CopyPlacement:
         each other's copies, so the loss of fewer pairs is fatal than with a ring.
         """
         own_node = self._seats.get(role, -1)
-        used = {self._domains[own_node]} if own_node in self._domains else set()
+        used_domains = {self._domains[own_node]} if own_node in self._domains else set()
         chosen: list[int] = []
 
         def candidates(number: int) -> Iterator[int]:
@@ -77,13 +77,13 @@ class CopyPlacement:
                     yield node
 
         for number in range(1, self._replicas + 1):
-            if self._live_domains <= used:
+            if self._live_domains <= used_domains:
                 break
-            nodes = (node for node in candidates(number) if self._domains[node] not in used)
+            nodes = (node for node in candidates(number) if self._domains[node] not in used_domains)
             found = next(nodes, None)
             if found is not None:
                 chosen.append(found)
-                used.add(self._domains[found])
+                used_domains.add(self._domains[found])
         while len(chosen) < self._replicas and (other := next(candidates(1), None)) is not None:
             chosen.append(other)
         return tuple(chosen)

@@ -123,31 +123,31 @@ def assign_seats(
     with the most warm members at these local ranks is chosen, then the lowest id.
     """
     new_seats: dict[int, Seat] = {}
-    moving: dict[int, list[int]] = {}
+    roles_to_move: dict[int, list[int]] = {}
     for role, seat in sorted(seats.items()):
         place = (seat.node, seat.local_rank)
         if place in members and seat.node not in leaving:
             new_seats[role] = Seat(*place, members[place])
         else:
-            moving.setdefault(seat.node, []).append(role)
+            roles_to_move.setdefault(seat.node, []).append(role)
     used_nodes = {seat.node for seat in new_seats.values()} | leaving
     unseated: list[int] = []
-    for node, roles in sorted(moving.items()):
+    for node, roles in sorted(roles_to_move.items()):
         ranks = [seats[role].local_rank for role in roles]
 
         def order(spare: int, ranks: list[int] = ranks) -> tuple[bool, int, int]:
             warm_count = sum((spare, local_rank) in warm for local_rank in ranks)
             return spare in deprioritized, -warm_count, spare
 
-        fitting = [
+        candidates = [
             spare
             for spare in {spare for spare, _ in members} - used_nodes - {node}
             if all((spare, local_rank) in members for local_rank in ranks)
         ]
-        if not fitting:
+        if not candidates:
             unseated += roles
             continue
-        spare = min(fitting, key=order)
+        spare = min(candidates, key=order)
         used_nodes.add(spare)
         for role, local_rank in zip(roles, ranks, strict=True):
             new_seats[role] = Seat(spare, local_rank, members[spare, local_rank])
@@ -161,13 +161,13 @@ def keep_lineages(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict
     A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
     lineage 2, and continues in lineage 3. State that did not come from memory keeps nothing older.
     """
-    remaining = {epoch: NO_LIMIT}
+    lineages = {epoch: NO_LIMIT}
     if restore.kind == "memory":
         newest = restore.generation
         for lineage, last in kept.items():
             if lineage <= newest.lineage:
-                remaining[lineage] = min(last, newest.iteration)
-    return remaining
+                lineages[lineage] = min(last, newest.iteration)
+    return lineages
 
 
 def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
@@ -267,8 +267,8 @@ class PartIndex:
                 if part.name in shards
             }
             sources[role] = places
-            if missing := [name for name, nodes in places.items() if not nodes]:
-                recipe = self._recipe(layout, missing, generation)
+            if missing_parts := [name for name, nodes in places.items() if not nodes]:
+                recipe = self._recipe(layout, missing_parts, generation)
                 if isinstance(recipe, str):
                     return recipe
                 recipes[role] = recipe
@@ -278,8 +278,8 @@ class PartIndex:
         """Return the recipe for the parts of a role that no node holds whole; None if
         impossible."""
         copies, role = self._whole_copies, layout.role
-        missing = [name for name in layout.shard_parts if not copies(role, name, generation)]
-        answer = self._recipe(layout, missing, generation)
+        missing_parts = [name for name in layout.shard_parts if not copies(role, name, generation)]
+        answer = self._recipe(layout, missing_parts, generation)
         return answer if isinstance(answer, Recipe) else None
 
     def alternatives(self, role: int, part: str, generation: Generation) -> list[Recipe]:
@@ -289,12 +289,12 @@ class PartIndex:
         return [Recipe({part: decoding}) for decoding in decodings]
 
     def _recipe(
-        self, layout: RoleLayout, missing: list[str], generation: Generation
+        self, layout: RoleLayout, missing_parts: list[str], generation: Generation
     ) -> Recipe | str:
         """Return the recipe for parts that no node holds whole, or the name of a part that cannot
         be decoded."""
         recipe = Recipe()
-        for name in missing:
+        for name in missing_parts:
             ways = self.alternatives(layout.role, name, generation)
             if not ways:
                 return f"part {name} of role {layout.role}"
@@ -319,19 +319,19 @@ class PartIndex:
     ) -> Restore | str:
         """Return the restore at the latest boundary whose extras all roles have, or the name of a
         missing part."""
-        missing = ""
+        missing_part = ""
         for boundary in reversed(records.BOUNDARIES):
             part = records.PartInfo(records.extras_part(boundary), 0, ())
             sources: dict[int, dict[str, tuple[Source, ...]]] = {}
             for role, places in shards.items():
                 extras = self._sources(role, part, generation)
                 if not extras:
-                    missing = f"part {part.name} of role {role}"
+                    missing_part = f"part {part.name} of role {role}"
                     break
                 sources[role] = {**places, part.name: extras}
             else:
                 return Restore("memory", generation, boundary, sources=sources, recipes=recipes)
-        return missing
+        return missing_part
 
     def _whole_copies(self, role: int, name: str, generation: Generation) -> tuple[Source, ...]:
         """Return the places of a part of any role; none for a part that the role does not have."""

@@ -98,14 +98,14 @@ def spans(
     for run in wanted:
         at, end = run.start, run.start + run.count
         while at < end:
-            covering = [
+            candidates = [
                 (part, old)
                 for part, old in by_key.get(run.key, ())
                 if old.start <= at < old.start + old.count
             ]
-            if not covering:
+            if not candidates:
                 raise CannotReshard(f"no role of the other size has element {at} of {run.key}")
-            part, old = max(covering, key=lambda each: each[1].start + each[1].count)
+            part, old = max(candidates, key=lambda each: each[1].start + each[1].count)
             if old.kinds != run.kinds:
                 raise CannotReshard(f"the state of {run.key} is of other types at the other size")
             until = min(end, old.start + old.count)

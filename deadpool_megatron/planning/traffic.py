@@ -113,10 +113,10 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
         unique[seats[number]] += role.shard_bytes + extras
-        copied = extras + (0 if plan.protection.scheme.combines_roles else role.sent_bytes)
+        copied_bytes = extras + (0 if plan.protection.scheme.combines_roles else role.sent_bytes)
         for buddy in role.buddies:
-            out[seats[number]] += copied
-            into[buddy] += copied
+            out[seats[number]] += copied_bytes
+            into[buddy] += copied_bytes
     for group in placement.groups:
         for holder in group.holders:
             for number in group.roles:
@@ -171,15 +171,15 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     forward_backward = step * cluster.forward_backward_fraction
     link = cluster.nic_gb_s * GIGA
     # Links work in both directions at once.
-    shipped = max(max(load.out_bytes_per_step, load.in_bytes_per_step) for load in loads.values())
+    nbytes = max(max(load.out_bytes_per_step, load.in_bytes_per_step) for load in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
     copy = shard / (cluster.pcie_gb_s * GIGA)
     passes = 2 if plan.protection.scheme is SchemeKind.LOCAL_TWICE else 1
     checksum = passes * shard / (cluster.checksum_gb_s * GIGA)
-    ship = shipped / (link * cluster.nic_fraction)
-    at_share = shipped / (link * plan.protection.link_share)
-    paced = max(ship, min(at_share, _PACED_SHARE * (window - copy - checksum)))
+    ship = nbytes / (link * cluster.nic_fraction)
+    at_share = nbytes / (link * plan.protection.link_share)
+    paced_ship = max(ship, min(at_share, _PACED_SHARE * (window - copy - checksum)))
     return Timing(
         step_seconds=step,
         forward_backward_seconds=forward_backward,
@@ -187,6 +187,6 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
         copy_seconds=copy,
         checksum_seconds=checksum,
         ship_seconds=ship,
-        paced_ship_seconds=paced,
+        paced_ship_seconds=paced_ship,
         cycle_seconds=plan.protection.cadence * step,
     )

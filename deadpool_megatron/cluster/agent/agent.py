@@ -125,11 +125,11 @@ class Agent:
         self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
         self._own_boot = secrets.token_hex(8)  # agents in containers may have equal pids
-        self._serving: asyncio.Task[None] | None = None
+        self._link_task: asyncio.Task[None] | None = None
         self._exit_code = 0
         # Why the agent ends, and whether it removes the slots.
         self._ending: tuple[str, bool] | None = None
-        self._stopping, self._drained = asyncio.Event(), asyncio.Event()
+        self._stopping, self._member_left = asyncio.Event(), asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._names_checked_at, self._began, self._shown_trouble = 0.0, time.monotonic(), ""
         parts = make_parts(options, self)
@@ -137,7 +137,7 @@ class Agent:
         self._members, self._stacks, self._store = parts.members, parts.stacks, parts.store
         self._vault, self._exports, self._checker = parts.vault, parts.exports, parts.checker
         self._logs, self._files, self._names = parts.logs, parts.files, parts.names
-        self._leaving = Departure(options, partial(self._end, "agent got SIGTERM", True))
+        self._departure = Departure(options, partial(self._end, "agent got SIGTERM", True))
 
     async def run(self) -> int:
         """Serve until the run is over, and return the exit status of the agent."""
@@ -150,9 +150,9 @@ class Agent:
             # After the first contact, the fence or the launcher ends a node that has lost contact
             # earlier than this limit.
             limit = max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
-            self._serving = asyncio.create_task(self._link.run(limit))
+            self._link_task = asyncio.create_task(self._link.run(limit))
             await first_of(
-                asyncio.shield(self._serving),
+                asyncio.shield(self._link_task),
                 self._vault.supervise(),
                 self._work(),
                 self._checker.run(),
@@ -166,7 +166,7 @@ class Agent:
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
-        return self._leaving.status(self._exit_code)
+        return self._departure.status(self._exit_code)
 
     # Orders of the coordinator.
 
@@ -294,7 +294,7 @@ class Agent:
             for member in self._members.by_local_rank.values()
             if Seat(self._node, member.local_rank, member.incarnation) in seats
         ]
-        await wait_left(seated, epoch, self._drained, self._settings)
+        await wait_left(seated, epoch, self._member_left, self._settings)
         self._inventory = (await self._vault.inventory(epoch)).to_dict()
         failpoints.hit("agent.inventory", epoch=epoch)
         self._send_inventory(epoch)
@@ -342,7 +342,7 @@ class Agent:
                 member.send({"t": "record", "record": self.sent_record.to_dict()})
             self._members.prepare(member.local_rank)
         elif kind == "drained":
-            self._drained.set()
+            self._member_left.set()
         take = self._store.from_member if kind == "store" else self._members.pass_on
         take(member, message)
 
@@ -355,7 +355,7 @@ class Agent:
         """Report a reaped member, unless it left because the run is over."""
         self._members.remove(member)
         self._files.finish_log(member.log)
-        self._drained.set()
+        self._member_left.set()
         if self._ending is None:
             how = {"exit_code": ending.exit_code, "signal": ending.signal, "ordered": ordered}
             self._members.report_lost(member.local_rank, member.incarnation, how, cause)
@@ -448,7 +448,7 @@ class Agent:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {reason}", file=sys.stderr, flush=True)
         restarts = self._options.keeps_slots and code != ExitStatus.EXCLUDED
-        self._end(reason, not (keep or (restarts and not self._leaving.is_ordered)))
+        self._end(reason, not (keep or (restarts and not self._departure.is_ordered)))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -469,14 +469,14 @@ class Agent:
         # Reports of completed iterations count even if the run no longer needs this node.
         may_arrive = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
         await self._link.flush(_FLUSH_SECONDS if may_arrive else 0.0)
-        if self._serving is not None:
-            self._serving.cancel()
+        if self._link_task is not None:
+            self._link_task.cancel()
         self._link.close()
         await self._exports.close()
         await self._vault.shut_down(remove)
         if self._standby is not None:
             # A run that continues without this node needs another coordinator now.
-            continues = self._exit_code or self._leaving.exit_status
+            continues = self._exit_code or self._departure.exit_status
             grace = 0.0 if continues else 2 * self._settings.close_seconds
             await self._standby.close(grace)
         self._files.replace(self._options.run.node(self._node), None)

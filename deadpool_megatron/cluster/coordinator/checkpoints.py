@@ -156,7 +156,7 @@ class Checkpoints:
         self._export_count = 0
         self._request: ExportRequest | None = None
         self._pending_end: PendingEnd | None = None
-        self._dumped: ExportDump | None = None
+        self._pending_dump: ExportDump | None = None
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
         # Inputs for the machine. Each method feeds them at its end, since the machine may call
@@ -295,7 +295,7 @@ class Checkpoints:
         except OSError as error:  # TimeoutError is an OSError
             reason = str(error) or "it does not answer"
             self._context.warn(f"{path} cannot be written yet: {reason}")
-        self._dumped = order
+        self._pending_dump = order
 
     # The course of an export.
 
@@ -334,8 +334,8 @@ class Checkpoints:
         """Begin the export of a dump, of a request or of the interval, if there is any."""
         if state.phase in LAST_PHASES:
             self._refuse_request("the run is over")
-        if self._dumped is not None and state.phase is Phase.DUMPING:
-            self._begin_dump(self._dumped)
+        if self._pending_dump is not None and state.phase is Phase.DUMPING:
+            self._begin_dump(self._pending_dump)
             return
         if state.phase is not Phase.RUNNING or state.record is None:
             if (end := self._pending_end) is not None:
@@ -363,7 +363,7 @@ class Checkpoints:
         export = self._new(iteration, lineage, request, order.roles.values())
         export.dump, export.step, export.boundary = order, "writing", restore.boundary
         export.generation = restore.generation
-        self._export, self._dumped = export, None
+        self._export, self._pending_dump = export, None
         dump = {
             "path": restore.path,
             "generation": restore.generation.to_list(),

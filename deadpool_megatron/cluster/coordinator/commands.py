@@ -191,8 +191,8 @@ class UserRequests:
         self._context = context
         self._entry = 0
         self._ready = asyncio.Event()
-        self._asking = asyncio.Lock()
-        self._writing = asyncio.Lock()
+        self._ask_lock = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._is_superseded = False
         # The requests in the journal, None where that is uncertain; and the requests that are
         # accepted but not known to the machine yet.
@@ -244,7 +244,7 @@ class UserRequests:
         protection is made in another thread. ``seconds``: the time in which a run has to end.
         """
         limit_seconds = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
-        async with self._asking:
+        async with self._ask_lock:
             limit = time.monotonic() + limit_seconds
             is_known = await self.wait_until_known(limit_seconds)
             accepted = (*self._context.state.requests, *self._pending)
@@ -311,7 +311,7 @@ class UserRequests:
 
     async def _write(self) -> str:
         """Return why the newest requests could not be written, empty if the journal has them."""
-        async with self._writing:
+        async with self._write_lock:
             await self._ready.wait()
             while not self._is_superseded:
                 newest = user_requests.prune((*self._context.state.requests, *self._pending))

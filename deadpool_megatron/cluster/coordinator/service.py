@@ -122,7 +122,7 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             stop = inputs.UserStop(keeps=number == signal.SIGINT)
             loop.add_signal_handler(number, self.feed, stop)
-        living = asyncio.create_task(self.sign.run())
+        sign_task = asyncio.create_task(self.sign.run())
         options, settings = self.options, self._settings
         listener = Listener(
             options.listener,
@@ -154,17 +154,17 @@ class Coordinator:
         self.spawn(self._commands.requests.begin())
         if not options.recovered.is_durable_read:
             self.spawn(self._look_for_durable())
-        ticking = asyncio.create_task(self._tick())
-        over = asyncio.create_task(self.over.wait())
+        tick_task = asyncio.create_task(self._tick())
+        over_task = asyncio.create_task(self.over.wait())
         try:
             first = asyncio.FIRST_COMPLETED
-            done, _ = await asyncio.wait({ticking, over, living}, return_when=first)
+            done, _ = await asyncio.wait({tick_task, over_task, sign_task}, return_when=first)
             for task in done:
                 task.result()
         finally:
-            ticking.cancel()
-            over.cancel()
-            living.cancel()
+            tick_task.cancel()
+            over_task.cancel()
+            sign_task.cancel()
             self.sign.close()
             for spawned in self.tasks:
                 spawned.cancel()
@@ -316,8 +316,8 @@ class Coordinator:
         their iteration belongs to a kept lineage, however late they arrive.
         """
         is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
-        computed = Generation(report.epoch, report.iteration or 0)
-        if is_late and not is_kept(self.state.lineage.kept, computed) and self._is_stale(report):
+        generation = Generation(report.epoch, report.iteration or 0)
+        if is_late and not is_kept(self.state.lineage.kept, generation) and self._is_stale(report):
             return
         event, item = self._progress.take(report)
         if event is not None:

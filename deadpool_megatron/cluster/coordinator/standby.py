@@ -124,13 +124,13 @@ class Standby:
 
     def _consider(self) -> tuple[terms.Term, socket.socket] | None:
         """Claim the next term, if it is time. Return the term and the listening socket, or None."""
-        info, refused = self._options.info, False
+        info, is_refused = self._options.info, False
         if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
                 return None
-            refused = self._is_refused(self._term.address)
+            is_refused = self._is_refused(self._term.address)
         now = time.monotonic()
-        if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
+        if not self._succession.may_claim(self._place, is_refused, now, in_touch=not self._lost):
             return None
         before, self._term = self._term, terms.newest_term(self._journal, self._term)
         if self._term != before:
@@ -173,12 +173,12 @@ class Standby:
         beats = 1 if self._lost else _CONNECTED_BEATS
         if not readable(self._options.agent.fileno(), beats * self._rhythm.beat):
             return True
-        received = self._options.agent.recv(_RECEIVE_BYTES)
-        for order in self._orders.feed(received):
+        data = self._options.agent.recv(_RECEIVE_BYTES)
+        for order in self._orders.feed(data):
             self._place = int(order.get("place", self._place))
             self._lost = not order.get("in_touch", not self._lost)
             self.was_in_touch = self.was_in_touch or not self._lost
-        return bool(received)
+        return bool(data)
 
     def _report_trouble(self, text: str) -> None:
         if text != self._trouble:

@@ -117,8 +117,8 @@ class Request:
 def prune(requests: Iterable[Request]) -> tuple[Request, ...]:
     """Return the requests to keep: all open requests, and the newest that have ended."""
     known = tuple(requests)
-    ended = [request.number for request in known if not request.is_open]
-    forgotten = set(ended[:-_MAX_ENDED])
+    ended_numbers = [request.number for request in known if not request.is_open]
+    forgotten = set(ended_numbers[:-_MAX_ENDED])
     return tuple(request for request in known if request.number not in forgotten)
 
 
@@ -147,11 +147,11 @@ def newest(journal: Journal) -> NewestEntry:
     number, requests, troubles = numbers[-1], list[Request](), list[str]()
     try:
         values = journal.read(KIND, number)
-        term, listed = int(values["term"]), list(values["requests"])
+        term, entries = int(values["term"]), list(values["requests"])
     except (DamagedEntry, *DAMAGE) as error:
         reason = f"earlier requests are not known, ask again: request entry {number}"
         return NewestEntry(number, troubles=(f"{reason}: {type(error).__name__}: {error}",))
-    for values in listed:
+    for values in entries:
         try:
             requests.append(Request.from_dict(values))
         except DAMAGE as error:

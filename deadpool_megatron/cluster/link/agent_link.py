@@ -226,7 +226,7 @@ class CoordinatorLink:
         self._on_contact = on_contact
         self._greetings = Greetings(secret, run_id, settings, self._first_message)
         self._session: Contact | None = None
-        self._reading: asyncio.Task[None] | None = None  # reads from the session
+        self._read_task: asyncio.Task[None] | None = None  # reads from the session
         self._lost_at = 0.0  # the end of the last session
         self._contact_at = 0.0
         self._number = 0
@@ -350,14 +350,14 @@ class CoordinatorLink:
                 try:
                     if (fresh := self._greetings.take()) is not None:
                         self._begin(fresh)
-                    elif self._reading is not None and self._reading.done():
-                        self._reading.result()
+                    elif self._read_task is not None and self._read_task.done():
+                        self._read_task.result()
                 except (OSError, TimeoutError, WireError):
                     self._end_session()
         finally:
             self._greetings.close()
-            if self._reading is not None:
-                self._reading.cancel()
+            if self._read_task is not None:
+                self._read_task.cancel()
 
     @property
     def _look_seconds(self) -> float:
@@ -367,7 +367,7 @@ class CoordinatorLink:
         return self.contact_seconds if is_settled else self._settings.fence_seconds / 12
 
     def _tasks(self) -> set[asyncio.Task[Any]]:
-        return self._greetings.tasks | ({self._reading} if self._reading is not None else set())
+        return self._greetings.tasks | ({self._read_task} if self._read_task is not None else set())
 
     def _greet(self) -> None:
         address = self._address()
@@ -399,13 +399,13 @@ class CoordinatorLink:
         if self._session is not None:
             reset(self._session.writer)
             self._session = None
-        self._reading, self._lost_at = None, time.monotonic()
+        self._read_task, self._lost_at = None, time.monotonic()
         self._greetings.expedite()
 
     def _begin(self, session: Contact) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        if self._read_task is not None:
+            self._read_task.cancel()
+            self._read_task = None
         if self._session is not None:
             # To a coordinator that does not know of its successor the end of the connection would
             # look like the death of this node.
@@ -432,9 +432,9 @@ class CoordinatorLink:
         for _, data in self._unacknowledged:
             session.writer.write(data)
         self._on_message(session.welcome)
-        self._reading = asyncio.create_task(self._read(session))
+        self._read_task = asyncio.create_task(self._read(session))
         # The task may end just when a new task replaces it; then its result is not awaited.
-        self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._read_task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _requeue_retained(self) -> None:
         """Queue retained and unacknowledged reports in order of their numbers. They stay queued

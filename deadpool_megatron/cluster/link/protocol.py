@@ -53,13 +53,13 @@ OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
 
 def join(message: Message) -> inputs.NodeJoined:
     """Return the input for an agent's first message."""
-    joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
-    if not 0 <= joined.node <= MAX_NUMBER:  # a note in the journal could not name the node
-        raise ValueError(f"a node has a number between 0 and {MAX_NUMBER}, not {joined.node}")
-    inventory = joined.found
+    event: inputs.NodeJoined = read(inputs.NodeJoined, message)
+    if not 0 <= event.node <= MAX_NUMBER:  # a note in the journal could not name the node
+        raise ValueError(f"a node has a number between 0 and {MAX_NUMBER}, not {event.node}")
+    inventory = event.found
     if inventory is not None:
-        return replace(joined, found=replace(inventory, node=joined.node))
-    return joined
+        return replace(event, found=replace(inventory, node=event.node))
+    return event
 
 
 def from_agent(

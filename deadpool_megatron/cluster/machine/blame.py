@@ -103,16 +103,16 @@ class Blame:
         last, newest = self.failures[-1][1], max(iteration for iteration, _ in self.failures)
         failures = [failure for _, failure in self.failures]
         same = [failure for failure in failures if failure.signature == last.signature]
-        repeated = _is_repeated(same, last)
-        if not repeated and len(failures) <= allowed:
+        is_repeated = _is_repeated(same, last)
+        if not is_repeated and len(failures) <= allowed:
             return None
-        chosen = same if repeated else failures
+        chosen = same if is_repeated else failures
         causes = [*dict.fromkeys(failure.with_evidence() for failure in chosen[-SHOWN_FAILURES:])]
         if last.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
             causes += self.stacks
         count = f"{len(chosen)} times the same failure, so it is not tried again: "
-        reason = f"no progress after iteration {newest}: {count if repeated else ''}"
-        kind = FailureKind.BUG if repeated else last.kind
+        reason = f"no progress after iteration {newest}: {count if is_repeated else ''}"
+        kind = FailureKind.BUG if is_repeated else last.kind
         return FinalStatus(1, reason + "; ".join(causes), kind)
 
     def suspect(self, new: Suspicion) -> None:

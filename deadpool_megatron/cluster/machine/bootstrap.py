@@ -40,23 +40,23 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
             core.act(DropNode(node, reason))
         return
     address = event.host, event.vault_port, event.domain
-    joined = states.NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    is_quarantined = joined.host_name in fleet.quarantined_hosts
+    entry = states.NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
+    is_quarantined = entry.host_name in fleet.quarantined_hosts
     if is_quarantined and _is_new(event):
-        reason = f"excluded: {joined.host_name} was quarantined for the rest of this run"
+        reason = f"excluded: {entry.host_name} was quarantined for the rest of this run"
         core.refuse(f"join of node {node}", reason, node)
         core.act(DropNode(node, reason, excluded=True))
         return
     if reason := _exclusion(core, event):
         core.act(DropNode(node, reason, excluded=True))
         return
-    fleet.nodes[node] = joined
+    fleet.nodes[node] = entry
     if is_quarantined:  # its data may be needed, but it gets no role
         fleet.quarantined |= {node}
     if event.found is not None:
         state.memory.found[node] = event.found
     spare = node not in state.seats.nodes
-    core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=joined.host_name, spare=spare)
+    core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=entry.host_name, spare=spare)
     core.act(Welcome(node, state.record))
     if event.facts is not None and event.facts.health_text.startswith(NOT_CHECKED):
         text = f"--deadpool-health-command: {event.facts.health_text}: the node counts as good"

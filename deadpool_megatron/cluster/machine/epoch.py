@@ -170,18 +170,18 @@ def decide(core: Core) -> None:
         fleet.draining &= fleet.quarantined
         seats = seating(core, fleet.draining)
     restore = planner.choose_restore(shutdown.restore_query(core, seats.seats))
-    stuck = bool(seats.unseated) or elasticity.is_size_excluded(core)
+    is_stuck = bool(seats.unseated) or elasticity.is_size_excluded(core)
     from_disk = isinstance(restore, NoRestore) or restore.kind != "memory"
-    if (from_disk or (stuck and elasticity.allowed_sizes(core))) and shutdown.must_inspect(core):
+    if (from_disk or (is_stuck and elasticity.allowed_sizes(core))) and shutdown.must_inspect(core):
         return
     if isinstance(restore, NoRestore):
         _handle_no_restore(core, restore.reason)
         return
-    changes = stuck or state.grows or state.is_changing
-    other = elasticity.other_size(core, stuck=stuck) if changes else None
+    changes = is_stuck or state.grows or state.is_changing
+    other = elasticity.other_size(core, stuck=is_stuck) if changes else None
     if other is not None and (not seats.unseated or _is_overdue(core)):
         seats, restore = other
-    elif stuck:
+    elif is_stuck:
         roles = [*map(rank_of, seats.unseated)] or "of a size that was struck off"
         text = f"roles {roles} wait for a spare node to join"
         then = {} if other is None else {"then": f"then {len(other[0].seats)} roles continue"}

@@ -89,7 +89,7 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         return
     restore, generation = record.restore, record.restore.generation
     owner, part = part_of(event.part, role)  # a role of another size, or its own
-    tried = [*restore.sources.get(owner, {}).get(part, ())]
+    tried_sources = [*restore.sources.get(owner, {}).get(part, ())]
     recipe = restore.recipes.get(owner)
     decoding = recipe.decodings.get(part) if recipe is not None else None
     if decoding is not None:
@@ -97,12 +97,12 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
         # are not suspected: a node whose data is damaged has found that out itself.
         for number, places in decoding.blocks.items():
             if number >= len(decoding.group):
-                tried += places
-    bad = frozenset(BadPart(source.node, source.role, generation, part) for source in tried)
+                tried_sources += places
+    bad = frozenset(BadPart(source.node, source.role, generation, part) for source in tried_sources)
     # Each part has its own signature, as falling back to the next source or generation counts as
     # progress. A failure of the whole state has the same signature, whichever role reports it.
-    whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
-    subject = (event.part, str(role), str(generation)) if bad else (whole,)
+    whole_state = str(generation) if restore.kind == "memory" else restore.path or restore.kind
+    subject = (event.part, str(role), str(generation)) if bad else (whole_state,)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *subject), node=event.node)
     has_failed = not bad and not core.state.is_changing
@@ -125,11 +125,11 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     if role is None or not event.roles or not all(peer in state.seats for peer in event.roles):
         return
     nodes = sorted({state.seats[peer].node for peer in event.roles})
-    named = " and ".join(f"node {node}" for node in nodes)
+    names = " and ".join(f"node {node}" for node in nodes)
     facts = {"roles": list(event.roles), "certain": event.certain, "what": event.subject}
     place = event.epoch, event.node, role, event.iteration
     core.act(EmitEvent(Kind.AUDIT_FAILED, *place, facts))
-    cause = f"{event.subject} in iteration {event.iteration}: {named}"
+    cause = f"{event.subject} in iteration {event.iteration}: {names}"
     if not event.certain and len(nodes) > 1:
         text = f"{cause} differ; the wrong one is unknown: continue without one, then the other"
         final = FinalStatus(ExitStatus.DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
@@ -171,14 +171,14 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     The epoch may have been closed for another reason in the meantime; its generations still count.
     """
     state, blame, k = core.state, core.state.blame, event.iteration
-    setting, computed = core.settings.nonfinite, Generation(event.epoch, event.iteration)
+    setting, generation = core.settings.nonfinite, Generation(event.epoch, event.iteration)
     if setting == "ignore":
         step_reported(core, event)
         return
-    if blame.is_poisoned(computed):
+    if blame.is_poisoned(generation):
         return  # another role has reported it, or it follows from that report
     # Nothing computes iteration 0: it is the state as built or loaded.
-    if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(computed):
+    if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(generation):
         reason = f"nothing continues from it in epoch {event.epoch}"
         core.refuse(f"{event.number} of step {k}", reason)
         return

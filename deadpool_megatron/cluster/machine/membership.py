@@ -180,12 +180,12 @@ def _forget_memory(state: states.State, node: int) -> None:
     # Only the extras of this boundary were written; another try may need others.
     boundaries = set(records.BOUNDARIES) - {dumping.restore.boundary}
     others = set(map(records.extras_part, boundaries))
-    saved = tuple(
+    written_parts = tuple(
         replace(holding, parts=holding.parts - others)
         for holding in lost.holdings
         if holding.generation == dumping.restore.generation
     )
-    state.memory.promised[node] = replace(lost, holdings=saved)
+    state.memory.promised[node] = replace(lost, holdings=written_parts)
 
 
 # Quarantined nodes.
@@ -274,9 +274,9 @@ def _emit(core: Core, kind: Kind, /, of: ev.OfMember, role: int | None = None, *
 def hello(core: Core, event: ev.MemberHello) -> None:
     """Note that the process runs."""
     members = core.state.fleet.members
-    started = members[event.place]
-    if started.status is states.MemberStatus.STARTING:
-        members[event.place] = replace(started, status=states.MemberStatus.RUNNING)
+    member = members[event.place]
+    if member.status is states.MemberStatus.STARTING:
+        members[event.place] = replace(member, status=states.MemberStatus.RUNNING)
         _emit(core, Kind.MEMBER_STARTED, event, pid=event.pid)
 
 

@@ -143,11 +143,11 @@ def _drain(core: Core, request: Request) -> Request:
     if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)
     pausing = state.phase_state
-    paused = pausing.order.draining if isinstance(pausing, states.Pausing) else frozenset[int]()
-    if node in fleet.draining | paused:
+    drained = pausing.order.draining if isinstance(pausing, states.Pausing) else frozenset[int]()
+    if node in fleet.draining | drained:
         return request.at(Stage.UNDER_WAY, "its roles move")
-    barred = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
-    reason = f" that is not quarantined, as nodes {barred} are" if barred else ""
+    barred_nodes = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
+    reason = f" that is not quarantined, as nodes {barred_nodes} are" if barred_nodes else ""
     return request.at(Stage.ASKED, f"waits for a spare node{reason}")
 
 

@@ -112,21 +112,21 @@ class SlownessWatch:
         self._began = {role: entry.own for role, entry in compared.items()}
 
     def _judge(self, worst: Mapping[int, Slowness]) -> list[Slowness]:
-        changed: list[Slowness] = []
+        verdicts: list[Slowness] = []
         for node, new in sorted(worst.items()):
             excess = new.seconds - new.peer_seconds
             if excess < _MIN_SECONDS or new.factor <= self._factor:
                 self._slow_windows.pop(node, None)
                 if self.slow.pop(node, None) is not None:
                     over = Slowness(node, new.role, new.seconds, new.peer_seconds, over=True)
-                    changed.append(over)
+                    verdicts.append(over)
                 continue
             self._slow_windows[node] = self._slow_windows.get(node, 0) + 1
             if self._slow_windows[node] >= WINDOWS:
                 if node not in self.slow:
-                    changed.append(new)
+                    verdicts.append(new)
                 self.slow[node] = new
-        return changed
+        return verdicts
 
 
 def _mean(began: OwnTime, now: OwnTime) -> float:

@@ -66,8 +66,8 @@ def session(term: int) -> Contact:
 def begin(link: CoordinatorLink, contact: Contact) -> asyncio.Task[None]:
     """A connection is made; returns what reads it."""
     link._begin(contact)
-    assert link._reading is not None
-    return link._reading
+    assert link._read_task is not None
+    return link._read_task
 
 
 @pytest.mark.parametrize("turns", range(8))
