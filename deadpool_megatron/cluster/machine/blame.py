@@ -11,8 +11,8 @@ from deadpool_megatron.wire.forms import Coded
 
 # This many causes are reported at the end of a run.
 SHOWN_FAILURES = 3
-# This many equal failures without any progress end the retries: for processes that exited by
-# themselves, and for all other failures.
+# This many equal failures without any progress end the run: the first number is for processes that
+# exited by themselves, the second for all other failures.
 _SAME_EXITS = 2
 _SAME_FAILURES = 3
 

@@ -286,7 +286,7 @@ class Paused(FromRole):
 
 @dataclass(frozen=True)
 class PauseRefused(FromRole):
-    """The report of a member that is past the requested iteration: in ``iteration`` + 1."""
+    """The report of a member that it is past the requested iteration, in ``iteration`` + 1."""
 
     iteration: int
 
