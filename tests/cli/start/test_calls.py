@@ -33,7 +33,7 @@ class User:
         preconditions.torch_problem.cache_clear()
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
         patch.setattr(preconditions, "_PROBE", count)
-        patch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4"})
+        patch.setattr(file_systems, "_mount_types", lambda: {Path("/"): "ext4"})
         (directory / "shm").mkdir()
         patch.setattr(run_directory, "SEGMENT_ROOT", directory / "shm")
         self.started = list[launch.Launcher]()
