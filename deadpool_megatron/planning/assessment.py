@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 from deadpool_megatron.layout.memory_needs import refusal
 from deadpool_megatron.layout.schemes import losses_survived, max_lost_iterations
 from deadpool_megatron.planning import shards, traffic
 from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
-from deadpool_megatron.settings import SettingsError
+from deadpool_megatron.settings import LONGEST_CADENCE, SettingsError
 
 # Measured in this repository on two cores with gloo (docs/figures.md): the share by which copies on
 # other nodes lengthen a step, and the seconds that a lost node costs (median of the soak).
@@ -90,7 +91,8 @@ def assess(plan: Plan) -> Assessment:
     _check_domains(plan, placement)
     loads = traffic.node_loads(plan, placement)
     times = traffic.timing(plan, placement, loads, shards.step_seconds(plan))
-    _check_window(plan, times)
+    if times.stall_seconds > 0:
+        _refuse_window(plan, times, _possible_cadence(plan, placement, loads))
     _check_memory(plan, loads)
     return Assessment(plan, placement, loads, times)
 
@@ -162,10 +164,19 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
         )
 
 
-def _check_window(plan: Plan, times: Timing) -> None:
-    """Check that the copies of each step are complete before the gate has to wait for them."""
-    if times.stall_seconds <= 0:
-        return
+def _possible_cadence(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -> int:
+    """Return the smallest cadence whose copies are complete in time; 0 if there is none."""
+    for cadence in range(plan.protection.cadence + 1, LONGEST_CADENCE + 1):
+        protection = dataclasses.replace(plan.protection, cadence=cadence)
+        rarer = dataclasses.replace(plan, protection=protection)
+        if traffic.timing(rarer, placement, loads, shards.step_seconds(plan)).stall_seconds <= 0:
+            return cadence
+    return 0
+
+
+def _refuse_window(plan: Plan, times: Timing, cadence: int) -> NoReturn:
+    """Raise PlanError: the copies of each step are not complete before the gate has to wait for
+    them. ``cadence``: the smallest that is enough; 0 if there is none."""
     rates = {
         "nic_gb_s": times.ship_seconds,
         "checksum_gb_s": times.checksum_seconds,
@@ -178,7 +189,9 @@ def _check_window(plan: Plan, times: Timing) -> None:
         f" (copy {times.copy_seconds:.3g}, checksum {times.checksum_seconds:.3g}, ship"
         f" {times.ship_seconds:.3g}), {times.stall_seconds:.3g} s too long: its window at lag"
         f" {plan.protection.max_lag} is {times.window_seconds:.3g} s of a step of"
-        f" {times.step_seconds:.3g} s: make this larger, protection.cadence or protection.max_lag"
+        f" {times.step_seconds:.3g} s: make this larger"
+        + ("" if late else ", or protection.max_lag")
+        + (f"; protection.cadence {cadence} is enough" if cadence else "")
     )
 
 
