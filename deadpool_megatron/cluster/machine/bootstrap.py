@@ -54,7 +54,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     if is_quarantined:  # its data may be needed, but it gets no role
         fleet.quarantined |= {node}
     if event.found is not None:
-        state.memory.found[node] = event.found
+        state.memory.at_join[node] = event.found
     spare = node not in state.seats.nodes
     core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=entry.host_name, spare=spare)
     core.act(Welcome(node, state.record))

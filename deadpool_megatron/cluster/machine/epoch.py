@@ -72,7 +72,7 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     live = {node for node in record.nodes if node in state.fleet.nodes}
     state.phase_state = states.Closing(core.now + core.settings.gather_seconds, live)
     state.recoveries.close(failure, last_sign_at, core.now, state.lineage.newest, record)
-    state.memory.promised = {}
+    state.memory.at_close = {}
     state.blame.suspicion = None
     state.lineage.is_inspected = False
     check_closed(core)
@@ -119,7 +119,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     match state.phase_state:
         case states.Closing(awaited=awaited) if inventory.node in awaited:
             awaited.remove(inventory.node)
-            state.memory.promised[inventory.node] = inventory
+            state.memory.at_close[inventory.node] = inventory
             check_closed(core)
 
 
@@ -344,7 +344,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
         memory.inherited |= layouts.keys()
     else:
         memory.inherited = frozenset()
-    memory.promised, memory.found = {}, {}
+    memory.at_close, memory.at_join = {}, {}
     state.record, state.seats, state.restarted, state.grows = record, seats, False, False
     limit = core.now + opening_seconds(core, record)
     recovery = state.recoveries.current

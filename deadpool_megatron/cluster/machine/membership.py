@@ -172,7 +172,7 @@ def _sources(restore: records.Restore) -> Iterator[records.Source]:
 
 def _forget_memory(state: states.State, node: int) -> None:
     """Forget the inventory of a lost node, except for the parts that it has written to disk."""
-    lost = state.memory.held.get(node)  # from the close, or from a join after it
+    lost = state.memory.inventories.get(node)  # from the close, or from a join after it
     state.memory.drop_node(node)
     dumping = state.phase_state
     if not isinstance(dumping, states.Dumping) or lost is None or node not in dumping.finished:
@@ -185,7 +185,7 @@ def _forget_memory(state: states.State, node: int) -> None:
         for holding in lost.holdings
         if holding.generation == dumping.restore.generation
     )
-    state.memory.promised[node] = replace(lost, holdings=written_parts)
+    state.memory.at_close[node] = replace(lost, holdings=written_parts)
 
 
 # Quarantined nodes.

@@ -21,20 +21,20 @@ from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
     """Return the query for the state from which the next epoch can be restored at the same size."""
-    state, start, held = core.state, core.config.start, core.state.memory.held
+    state, start, inventories = core.state, core.config.start, core.state.memory.inventories
     # After a takeover, only memory shows what the first epoch has computed.
     begins = not (state.lineage.ever_ran or state.lineage.newest or state.memory.has_computed)
     begins = begins or (core.config.from_scratch and state.restarted)
     return RestoreQuery(
         epoch=state.epoch + 1,
         roles=state.seats,
-        inventories=held,
+        inventories=inventories,
         seats=seats,
         owners=state.seats,
         kept=state.lineage.kept,
         layouts=state.memory.layouts,
         bad_parts=state.blame.bad_parts,
-        bad_generations=state.blame.untrusted(held.values()),
+        bad_generations=state.blame.untrusted(inventories.values()),
         durable=next(iter(state.blame.trusted(state.lineage.valid)), None),
         start=start if start.kind == "initial" and begins else None,
         every=1 if state.record is None else state.record.protection.every,
@@ -147,7 +147,7 @@ def _dump_generation(core: Core, final: FinalStatus, restore: Restore) -> None:
         # Every node writes all its parts of the generation anyway, whatever the restore needs.
         _forget_lost(core, state.phase_state)
         return
-    nodes = state.memory.held.keys() & state.fleet.nodes.keys()
+    nodes = state.memory.inventories.keys() & state.fleet.nodes.keys()
     deadline, failed = core.now + core.settings.first_step_seconds, _write_errors(core)
     roles = tuple(sorted(restore.sources))
     state.phase_state = states.Dumping(deadline, final, saved, nodes, failed=failed, roles=roles)
@@ -159,8 +159,8 @@ def dump_held(core: Core, final: FinalStatus, resume: Restore | None = None) -> 
     """Write all generations of the remaining nodes before the run ends, because none can be given
     to every role. A later run may find the missing parts (FFTrainer's lazy dump)."""
     state = core.state
-    held, live = state.memory.held, state.fleet.nodes
-    nodes = [n for n, inventory in sorted(held.items()) if n in live and inventory.holdings]
+    inventories, live = state.memory.inventories, state.fleet.nodes
+    nodes = [n for n, inventory in sorted(inventories.items()) if n in live and inventory.holdings]
     generations = _generations_held(state, nodes)
     if not generations:
         _finish_with_slots(core, final, resume)
@@ -242,7 +242,7 @@ def _write_errors(core: Core) -> dict[int, str]:
 
 def _generations_held(state: states.State, nodes: list[int]) -> tuple[Generation, ...]:
     """Return the generations of the kept lineages that may be restored, newest first."""
-    inventories = [state.memory.held[node] for node in nodes]
+    inventories = [state.memory.inventories[node] for node in nodes]
     held = {holding.generation for inventory in inventories for holding in inventory.holdings}
     trusted = held - state.blame.untrusted(inventories)
     return tuple(sorted(filter(state.lineage.keeps, trusted), reverse=True))

@@ -157,13 +157,13 @@ class Fleet:
 
 @dataclass
 class Memory:
-    """Contents of the memory of the nodes, as far as reported. ``promised``: inventories of the
-    last close. ``found``: inventories of nodes that were not part of it, from their joins.
+    """Contents of the memory of the nodes, as far as reported. ``at_close``: inventories of
+    the last close. ``at_join``: inventories of nodes that were not part of it, from their joins.
     ``layouts``: the layouts of the roles; ``inherited``: roles whose layout is known only from
     slots. ``sizes``: the sizes of the program, None as long as no member has reported any."""
 
-    promised: dict[int, records.Inventory] = field(default_factory=dict)
-    found: dict[int, records.Inventory] = field(default_factory=dict)
+    at_close: dict[int, records.Inventory] = field(default_factory=dict)
+    at_join: dict[int, records.Inventory] = field(default_factory=dict)
     layouts: dict[int, records.RoleLayout] = field(default_factory=dict)
     inherited: frozenset[int] = frozenset()
     sizes: Sizes | None = None
@@ -176,27 +176,27 @@ class Memory:
             self.sizes = sizes
 
     @property
-    def held(self) -> dict[int, records.Inventory]:
+    def inventories(self) -> dict[int, records.Inventory]:
         """Return the inventories of live nodes: as promised at the close, else as found at the
         node's join."""
-        return {**self.found, **self.promised}
+        return {**self.at_join, **self.at_close}
 
     @property
     def has_computed(self) -> bool:
         """Return whether memory holds a generation that an iteration has computed."""
-        holdings = (holding for inventory in self.held.values() for holding in inventory.holdings)
+        holdings = (each for inventory in self.inventories.values() for each in inventory.holdings)
         return any(holding.generation.iteration > 0 for holding in holdings)
 
     def in_slots(self, roles: Iterable[int]) -> dict[int, records.RoleLayout]:
         """Return the layouts, according to the slots, of the roles whose members have not yet
         reported a layout to this coordinator."""
         unknown = set(roles) - self.layouts.keys()
-        return common_layouts(unknown, self.held.values()) if unknown else {}
+        return common_layouts(unknown, self.inventories.values()) if unknown else {}
 
     def drop_node(self, node: int) -> None:
         """Forget the inventories of a node."""
-        self.promised.pop(node, None)
-        self.found.pop(node, None)
+        self.at_close.pop(node, None)
+        self.at_join.pop(node, None)
 
 
 # The lineage of the run.
