@@ -15,10 +15,11 @@ root is needed).
   cpu_over_floor           the ratio of the two, in pairs; the aim is 1.25
   first_cpu_seconds_per_gb of generations whose slots get their pages of memory
   gb_per_second, floor_gb_per_second       by the wall clock, both directions together
-  restore_*                for each GB that the spare gets; with parity it is decoded
+  restore_*                for each GB that the spare gets, new copies included; with parity it is
+                           decoded
 
-The JSON has, for each row, the processor time by thread and function, sampled (functions). Sizes
-that do not fit into memory are left out, and named (left_out).
+The JSON has, for each row, the processor time for a GB by thread and function, sampled (functions,
+restore_functions). Sizes that do not fit into memory are left out, and named (left_out).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ ROUNDS = 5
 QUICK = ("--rounds", "1", "--roles", "1", "--mb", "2", "--gbit", "0", "--scheme", "buddy")
 SCHEMES = ("buddy", "parity")
 _PARITY = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2))
+#: longer than the time between two writes of vaults/watched.py
+_WRITE_SECONDS = 0.3
 #: generations whose slots are new
 _COLD = 2
 _SWEPT = np.ones(32 << 20)
@@ -115,10 +118,8 @@ class Trial:
 
     def run(self, rounds: int, floor: Floor) -> Row:
         """Commit generations, in turns with the floor, then restore the roles of node 0."""
-        found: dict[str, list[float]] = {
-            "own_cpu_seconds_per_gb": [],
-            "first_cpu_seconds_per_gb": [],
-        }
+        own, first = "own_cpu_seconds_per_gb", "first_cpu_seconds_per_gb"
+        found: dict[str, list[float]] = {own: [], first: []}
         total = 2 * self._roles * self.nbytes / 1e9
         functions: Counter[str] = Counter()
         for number in range(_COLD + rounds):
@@ -127,13 +128,14 @@ class Trial:
             spent, began = self._commit(writers, Generation(1, number))
             seconds, cpu = time.monotonic() - began, sum(spent.values()) / total
             if number < _COLD:
-                found["first_cpu_seconds_per_gb"].append(cpu)
+                found[first].append(cpu)
                 continue
-            functions += by_function(self._vaults) - places
             began = time.monotonic()
             floor_cpu = floor.run() / total
+            # Only now, as the vaults write it ten times a second.
+            functions += by_function(self._vaults) - places
             now = {
-                "own_cpu_seconds_per_gb": cpu,
+                own: cpu,
                 "floor_cpu_seconds_per_gb": floor_cpu,
                 **{f"{part}_cpu_seconds_per_gb": s / total for part, s in parts_of(spent).items()},
                 "gb_per_second": total / seconds,
@@ -141,11 +143,15 @@ class Trial:
             }
             for name, value in now.items():
                 found.setdefault(name, []).append(value)
-        pairs = zip(found["own_cpu_seconds_per_gb"], found["floor_cpu_seconds_per_gb"], strict=True)
+        pairs = zip(found[own], found["floor_cpu_seconds_per_gb"], strict=True)
         ratios = {"cpu_over_floor": [vaults / floor for vaults, floor in pairs]}
+        places = by_function(self._vaults)
         found |= self._restore(Generation(1, _COLD + rounds - 1))
-        shown = {place: s / rounds / total for place, s in functions.most_common() if s > 0.001}
-        return row("", found, ratios) | {"functions": shown}
+        restoring = by_function(self._vaults) - places
+        return row("", found, ratios) | {
+            "functions": shown(functions, rounds * total),
+            "restore_functions": shown(restoring, total / 2),
+        }
 
     def _write(self, generation: Generation) -> list[SlotWriter]:
         """Write a generation into the slots of all roles, which then leave the caches."""
@@ -193,6 +199,7 @@ class Trial:
         for thread in restoring:
             thread.join()
         seconds, total = time.monotonic() - began, self._roles * self.nbytes / 1e9
+        time.sleep(_WRITE_SECONDS)
         cpu = sum((threads(vaults) - before).values())
         return {
             "restore_cpu_seconds_per_gb": [cpu / total],
@@ -207,6 +214,11 @@ def check(member: harness.Member, record: EpochRecord) -> None:
     if not view[0] == view[-1] == wanted:
         raise BenchError("other bytes were restored")
     parts.close()
+
+
+def shown(functions: Counter[str], gb: float) -> dict[str, float]:
+    """Return the seconds of each function for a GB, the largest first."""
+    return {place: s / gb for place, s in functions.most_common() if s / gb > 0.001}
 
 
 def by_function(vaults: harness.Cluster) -> Counter[str]:
