@@ -141,19 +141,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("seed", type=int, metavar="SEED", help="of the first draw")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="draws (default: 1)")
-    parser.add_argument("--tag", choices=TAGS, help="of Megatron-LM (default: a drawn one)")
-    parser.add_argument(
-        "--only", nargs="*", choices=draws.FEATURES, metavar="FEATURE", help="the others are plain"
-    )
-    parser.add_argument(
-        "--pairs", type=Path, metavar="FILE", help="read which pairs were drawn, and add these"
-    )
-    parser.add_argument("--directory", metavar="DIR", help="of the runs (default: a temporary one)")
-    parser.add_argument("--show", action="store_true", help="print the draws, and run none")
-    parser.add_argument("--no-shrink", action="store_true", help="leave what differs as it is")
-    parser.add_argument("--json", action="store_true", help="an object for each draw")
+    add, only = parser.add_argument, {"choices": draws.FEATURES, "metavar": "FEATURE"}
+    add("seed", type=int, metavar="SEED", help="of the first draw")
+    add("--count", type=int, default=1, metavar="N", help="draws (default: 1)")
+    add("--tag", choices=TAGS, help="of Megatron-LM (default: a drawn one)")
+    add("--only", nargs="*", help="the others are plain", **only)
+    add("--pairs", type=Path, metavar="FILE", help="read which pairs were drawn, and add these")
+    add("--directory", metavar="DIR", help="of the runs (default: a temporary one)")
+    add("--show", action="store_true", help="print the draws, and run none")
+    add("--no-shrink", action="store_true", help="leave what differs as it is")
+    add("--json", action="store_true", help="an object for each draw")
     args = parser.parse_args()
     if args.count < 1 or args.seed < 0:
         parser.error("SEED and --count: a natural number")

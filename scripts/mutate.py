@@ -366,21 +366,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "ids", nargs="*", metavar="ID", help="only these, slow ones as well; of --map: tests"
-    )
-    parser.add_argument("--draw", type=int, metavar="N", help="only so many, drawn at random")
-    parser.add_argument("--generate", type=int, metavar="N", help="so many fresh ones instead")
-    parser.add_argument("--map", action="store_true", help="record which test enters what")
-    parser.add_argument("--seed", default="", metavar="S", help="of the draw (default: empty)")
-    parser.add_argument(
-        "--slow", action="store_true", help="also those that only slow tests notice"
-    )
-    parser.add_argument("--list", action="store_true", help="print the slips, and run none")
-    parser.add_argument("--json", action="store_true", help="print what became of each as JSON")
-    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="at a time (default: 3)")
-    parser.add_argument("--slips", type=Path, default=SLIPS, metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help=argparse.SUPPRESS)
+    add, hidden = parser.add_argument, {"type": Path, "metavar": "DIR", "help": argparse.SUPPRESS}
+    add("ids", nargs="*", metavar="ID", help="only these, slow ones as well; of --map: tests")
+    add("--draw", type=int, metavar="N", help="only so many, drawn at random")
+    add("--generate", type=int, metavar="N", help="so many fresh ones instead")
+    add("--map", action="store_true", help="record which test enters what")
+    add("--seed", default="", metavar="S", help="of the draw (default: empty)")
+    add("--slow", action="store_true", help="also those that only slow tests notice")
+    add("--list", action="store_true", help="print the slips, and run none")
+    add("--json", action="store_true", help="print what became of each as JSON")
+    add("--jobs", type=int, default=3, metavar="N", help="at a time (default: 3)")
+    add("--slips", default=SLIPS, **hidden)
+    add("--root", default=ROOT, **hidden)
     arguments = parser.parse_args()
     generated = arguments.root / _GENERATED
     if arguments.map:

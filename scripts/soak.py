@@ -51,23 +51,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="(default: 30)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the dice (default: 1)")
-    parser.add_argument(
-        "--round-iterations", type=int, default=2500, metavar="N", help="(default: 2500)"
-    )
-    parser.add_argument(
-        "--kinds",
-        metavar="A,B",
-        help="only these kinds of fault, or none: then every recovery is a false alarm (of:"
-        f" {', '.join(faults.KINDS)})",
-    )
-    parser.add_argument(
-        "--pause", type=float, nargs=2, default=(1.0, 8.0), metavar="SECONDS", help="(default: 1 8)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: standard output)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="faults and growth, drawn")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories there")
+    kinds = f"only these, or none: then every recovery is a false alarm ({', '.join(faults.KINDS)})"
+    add, file = parser.add_argument, {"type": Path, "metavar": "FILE"}
+    add("--minutes", type=float, default=30.0, metavar="M", help="(default: 30)")
+    add("--seed", type=int, default=1, metavar="S", help="of the dice (default: 1)")
+    add("--round-iterations", type=int, default=2500, metavar="N", help="(default: 2500)")
+    add("--kinds", metavar="A,B", help=kinds)
+    pause = {"type": float, "nargs": 2, "metavar": "SECONDS", "help": "(default: 1 8)"}
+    add("--pause", default=(1.0, 8.0), **pause)
+    add("--out", help="JSON (default: standard output)", **file)
+    add("--plot", help="faults and growth, drawn (PNG)", **file)
+    add("--keep", type=Path, metavar="DIR", help="keep the run directories there")
     args = parser.parse_args()
     unknown = set((args.kinds or "").split(",")) - set(faults.KINDS) - {"", "none"}
     if unknown or args.minutes <= 0 or args.round_iterations < 100:

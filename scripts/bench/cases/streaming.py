@@ -20,6 +20,7 @@ import itertools
 import os
 import sys
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ _MODEL = (
 # With these, traffic overlaps the forward and backward pass.
 _OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 QUEUES = ("fifo", "bands")
+Variables = dict[str, str]
 REPORTED = ("ship_seconds", "window_seconds", "commit_seconds")
 SIDES = {
     "gaps": (),
@@ -127,11 +129,8 @@ class Link:
             for host in hosts:
                 self._lay(host)
             watch = Watch(self._steps, mark := uuid.uuid4().hex)
-            environment = {**self._environment, MARK: mark}
-            if flags is None:
-                found = self._plain(hosts, folder, watch, environment)
-            else:
-                found = self._protected(hosts, folder, watch, environment, flags)
+            run = self._plain if flags is None else partial(self._protected, flags)
+            found = run(hosts, folder, watch, {**self._environment, MARK: mark})
         del found.step_seconds[:_SETTLE]
         return found
 
@@ -146,13 +145,11 @@ class Link:
             if done.returncode != 0:
                 raise BenchError(f"{command}: {done.stderr.strip()}")
 
-    def _plain(
-        self, hosts: Hosts, folder: Path, watch: Watch, environment: dict[str, str]
-    ) -> Measured:
+    def _plain(self, hosts: Hosts, folder: Path, watch: Watch, variables: Variables) -> Measured:
         """Run stock gloo."""
         shared = {
             **{k: v for k, v in os.environ.items() if not k.startswith("DEADPOOL_")},
-            **environment,
+            **variables,
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(_PORT),
             "LOCAL_RANK": "0",
@@ -179,18 +176,13 @@ class Link:
         )
 
     def _protected(
-        self,
-        hosts: Hosts,
-        folder: Path,
-        watch: Watch,
-        environment: dict[str, str],
-        flags: tuple[str, ...],
+        self, flags: Sequence[str], hosts: Hosts, folder: Path, watch: Watch, variables: Variables
     ) -> Measured:
         """Run under agents of deadpool, whose events report each step."""
         directory = folder / "run"
-        job = Job((str(_SLOW_STEPS), "protected", *self._training), NODES, 0, flags)
+        job = Job((str(_SLOW_STEPS), "protected", *self._training), NODES, 0, tuple(flags))
         tail = EventTail(RunDirectory(directory).events)
-        with Cluster(hosts, directory, job, (), environment) as cluster:
+        with Cluster(hosts, directory, job, (), variables) as cluster:
             agents = cluster.agents.values()
             found = watch.follow(
                 lambda: sum(event.kind is Kind.STEP for event in tail.poll()),

@@ -21,18 +21,8 @@ from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.message_limits import is_reported
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout import records
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    EpochRecord,
-    Generation,
-    Holding,
-    Inventory,
-    PartInfo,
-    RoleLayout,
-    SeatTable,
-    extras_part,
-)
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -71,13 +61,13 @@ class Cluster:
         self.iteration = self.beats = 0
         self.at: dict[tuple[str, int], tuple[float, float]] = {}
         self.counts = Counter[tuple[str, int]]()
-        self.record: EpochRecord | None = None
-        self.seats = SeatTable({})
+        self.record: records.EpochRecord | None = None
+        self.seats = records.SeatTable({})
         self.agents = [Agent(self, node) for node in range(nodes + spares)]
         self._address: tuple[float, tuple[str, int] | None] = (0.0, None)
         self._newest: Mapping[str, Any] = {}
         self._inventories: dict[int, dict[str, Any]] = {}
-        self._layouts: dict[int, RoleLayout] = {}
+        self._layouts: dict[int, records.RoleLayout] = {}
 
     def note(self, kind: str, number: int) -> None:
         """Note that an agent has received a message now."""
@@ -97,21 +87,26 @@ class Cluster:
             self._address = time.monotonic(), known
         return known
 
-    def take(self, values: Mapping[str, Any]) -> EpochRecord:
+    def take(self, values: Mapping[str, Any]) -> records.EpochRecord:
         """Return the record of a message."""
         if self.record is None or values is not self._newest:
-            self._newest, self.record = values, EpochRecord.from_dict(values)
-            self.seats, self._inventories = SeatTable(self.record.seats), {}
+            self._newest, self.record = values, records.EpochRecord.from_dict(values)
+            self.seats, self._inventories = records.SeatTable(self.record.seats), {}
         return self.record
 
-    def layout(self, role: int) -> RoleLayout:
+    def layout(self, role: int) -> records.RoleLayout:
         """Return a layout: tensor parallel on the node, data parallel across at most 64 nodes."""
         if role not in self._layouts:
             step = max(self.nproc, self.world_size // 64)
             peers = tuple(range(role % step, self.world_size, step))
-            extras = [PartInfo(extras_part(name), _EXTRAS_BYTES, (role,)) for name in BOUNDARIES]
-            parts = (PartInfo("optimizer", _SHARD_BYTES, (role,)), *extras)
-            self._layouts[role] = RoleLayout(role, parts, peers, 2, f"layout of role {role:08d}")
+            extras = [
+                records.PartInfo(records.extras_part(name), _EXTRAS_BYTES, (role,))
+                for name in records.BOUNDARIES
+            ]
+            parts = (records.PartInfo("optimizer", _SHARD_BYTES, (role,)), *extras)
+            self._layouts[role] = records.RoleLayout(
+                role, parts, peers, 2, f"layout of role {role:08d}"
+            )
         return self._layouts[role]
 
     def prepare(self) -> None:
@@ -123,14 +118,14 @@ class Cluster:
         for role, seat in record.seats.items():
             for holder in (seat.node, *placement.buddies(role, self.layout(role).peers)):
                 held.setdefault(holder, []).append(role)
-        parts = frozenset({"optimizer", extras_part("step")})
+        parts = frozenset({"optimizer", records.extras_part("step")})
         last = max(self.iteration, record.restore.generation.iteration, 1)
-        kept = [Generation(record.epoch, last), Generation(record.epoch, last - 1)]
+        kept = [records.Generation(record.epoch, last), records.Generation(record.epoch, last - 1)]
         for agent in self.agents:
             roles = held.get(agent.node, [])
-            holdings = tuple(Holding(role, each, parts) for role in roles for each in kept)
+            holdings = tuple(records.Holding(role, each, parts) for role in roles for each in kept)
             layouts = tuple(self.layout(role) for role in roles)
-            inventory = Inventory(agent.node, record.epoch, holdings, layouts)
+            inventory = records.Inventory(agent.node, record.epoch, holdings, layouts)
             self._inventories[agent.node] = inventory.to_dict()
 
     def inventory(self, node: int, epoch: int) -> dict[str, Any]:

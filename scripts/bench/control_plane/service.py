@@ -33,17 +33,10 @@ class Service:
         self, directory: Path, nodes: int, spares: int, nproc: int, settings: Settings
     ) -> None:
         self.run = RunDirectory(directory)
-        self.run.create(
-            RunInfo(
-                run_id=secrets.token_hex(4),
-                world_size=nodes * nproc,
-                nodes=nodes,
-                spares=spares,
-                nproc_per_node=nproc,
-                command=("-m", "deadpool_megatron.trainer"),
-                settings=settings,
-            )
-        )
+        shape = {"nodes": nodes, "spares": spares, "nproc_per_node": nproc}
+        command, run_id = ("-m", "deadpool_megatron.trainer"), secrets.token_hex(4)
+        about = {"run_id": run_id, "command": command, "settings": settings}
+        self.run.create(RunInfo(world_size=nodes * nproc, **shape, **about))
         create_secret(directory)
         # The standby of the last spare, without its agent.
         self._command = (
