@@ -67,14 +67,14 @@ def add_arguments(
         if not settings.has_flag(name):
             continue
         nccl, kind = entry.metadata["nccl"], _kind(name)
-        shown = f"{entry.metadata['default']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
+        text = f"{entry.metadata['default']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
             settings.flag_name(name),
             *_ALIASES.get(name, ()),
             dest=dest,
             type=kind,
             metavar=_UNITS.get(name.rsplit("_", 1)[-1], _METAVARS[kind]),
-            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%"),
+            help=f"{entry.metadata['help']} (default: {text})".replace("%", "%%"),
         )
 
 

@@ -156,16 +156,16 @@ def _send(fault: Fault) -> None:
     agents, others = _targets(fault)
     if fault.resume_after_seconds is not None:
         _resume_later(agents + others, fault.resume_after_seconds)
-    own = os.getpid()
+    own_pid = os.getpid()
     pids = agents + others
     if number == signal.SIGKILL:
         # All must seem to die at once: stop the agents first, so that no agent sees its processes
         # die, and kill them last, so that no process outlives its agent.
         for pid in agents:
-            if pid != own:
+            if pid != own_pid:
                 _signal(pid, signal.SIGSTOP)
         pids = others + agents
-    for pid in sorted(pids, key=lambda pid: pid == own):  # this process last
+    for pid in sorted(pids, key=lambda pid: pid == own_pid):  # this process last
         _signal(pid, number)
 
 

@@ -157,6 +157,7 @@ def _without_launcher(tokens: list[str]) -> list[str]:
 
 
 def _carry_out(argv: list[str]) -> int:
+    """Parse the arguments and run the sub-command; return the exit status."""
     # The part after the first "--" is the user's command and is not parsed here.
     options, command = argv, []
     if "--" in argv:
@@ -185,8 +186,8 @@ def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
     does."""
     if (file := getattr(cause, "filename", None)) is None:
         return ""  # "None" would match an option without a value
-    given = vars(args).items()
-    names = [name.replace("_", "-") for name, value in given if str(value) == str(file)]
+    values = vars(args).items()
+    names = [name.replace("_", "-") for name, value in values if str(value) == str(file)]
     for word in filter(None, args.options):
         if any(f"--{name}".startswith(word) for name in names):
             return f"{word} "
@@ -216,10 +217,10 @@ class _HelpParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """See the base class."""
         groups = self._action_groups
-        shown = [group for group in groups if not str(group.title).startswith(arguments.TITLE)]
-        if self._shows_all or len(shown) == len(groups):
+        visible = [group for group in groups if not str(group.title).startswith(arguments.TITLE)]
+        if self._shows_all or len(visible) == len(groups):
             return super().format_help()
-        self._action_groups = shown
+        self._action_groups = visible
         text = super().format_help()
         self._action_groups = groups
         return f"{text}\n'--help-all' shows the settings (--deadpool-...) as well, by topic.\n"
@@ -228,8 +229,8 @@ class _HelpParser(argparse.ArgumentParser):
         """See the base class."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if option := next((token for token in unknown if token.startswith("-")), ""):
-            near = difflib.get_close_matches(option, self._option_string_actions, 1)
-            hint = f"do you mean {near[0]}?" if near else _ADVICE
+            matches = difflib.get_close_matches(option, self._option_string_actions, 1)
+            hint = f"do you mean {matches[0]}?" if matches else _ADVICE
             self.error(f"there is no option {option}: {arguments.advice_for_old(option) or hint}")
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: {_ADVICE}")
@@ -259,11 +260,11 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         dest="subcommand", metavar="COMMAND", required=True, parser_class=kind
     )
-    named = options[0] if options else ""
-    if named in COMMANDS:
-        module = _module(COMMANDS[named])
-        module.add_arguments(subparsers.add_parser(named, description=module.__doc__))
-    for topic, commands in TOPICS.items() if named not in COMMANDS else ():
+    subcommand = options[0] if options else ""
+    if subcommand in COMMANDS:
+        module = _module(COMMANDS[subcommand])
+        module.add_arguments(subparsers.add_parser(subcommand, description=module.__doc__))
+    for topic, commands in TOPICS.items() if subcommand not in COMMANDS else ():
         heading: Any = subparsers._ChoicesPseudoAction(f"{topic}:", (), None)
         subparsers._choices_actions.append(heading)
         for name, (_, text) in commands.items():

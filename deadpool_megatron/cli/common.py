@@ -137,8 +137,8 @@ def add_size(parser: argparse.ArgumentParser, default: str) -> None:
 def size_conflict(
     args: argparse.Namespace, info: RunInfo, *names: str
 ) -> tuple[str, int, int] | None:
-    """Return the first flag among ``names`` whose value differs from the run's, the value, and that
-    of the run. Return None if no flag differs; a flag that is not given never does."""
+    """Return the first of the options ``names`` that differs from the run: its flag, its value, and
+    the run's value. Return None if no option differs; an option that is not given never differs."""
     for name in names:
         value, run_value = getattr(args, name), getattr(info, name)
         if value and value != run_value:
@@ -369,10 +369,10 @@ def interface_address(name: str) -> str:
 def nccl_address(environment: Mapping[str, str]) -> str | None:
     """Return the address of the first interface that ``NCCL_SOCKET_IFNAME`` names and that has an
     IPv4 address. Return None if there is none, or the variable names exclusions (``^``)."""
-    named = environment.get("NCCL_SOCKET_IFNAME", "")
-    parts = [part for part in named.lstrip("=").split(",") if part and named[0] != "^"]
+    value = environment.get("NCCL_SOCKET_IFNAME", "")
+    parts = [part for part in value.lstrip("=").split(",") if part and value[0] != "^"]
     for _, name in socket.if_nameindex():
-        if name in parts or (named[0:1] != "=" and name.startswith(tuple(parts))):
+        if name in parts or (value[0:1] != "=" and name.startswith(tuple(parts))):
             with suppress(CommandError):
                 return interface_address(name)
     return None

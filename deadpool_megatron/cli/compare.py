@@ -54,7 +54,7 @@ class Difference:
         return f"{place}: {self.name}: {_readable(self.first)} and {_readable(self.second)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Return the JSON form."""
         values = dataclasses.asdict(self)
         return {"what": values.pop("name"), **values}
 
@@ -78,7 +78,7 @@ class Comparison:
         return not self.differences and min(self.compared["roles"], self.compared["steps"]) > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Return the JSON form."""
         return {
             "bit_identical": self.identical,
             "compared": dict(self.compared),

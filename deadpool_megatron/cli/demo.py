@@ -194,7 +194,7 @@ class Outcome:
     event: str = "The run lost a node"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Return the JSON form."""
         return {
             **self.comparison.to_dict(),
             "iterations": self.undisturbed.result.iterations,
@@ -299,6 +299,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _both_runs(display: Display, base: Path, args: argparse.Namespace) -> list[Outcome]:
+    """Run the undisturbed run and the run with a kill; return the outcome. Raises DemoError."""
     iterations, size = args.iterations or 30, ON_GPUS if args.gpu else ON_CPUS
     kill_iteration = iterations // 2 + 1
     processes = size.nodes * size.nproc_per_node
@@ -314,6 +315,8 @@ def _both_runs(display: Display, base: Path, args: argparse.Namespace) -> list[O
 
 
 def _elastic_run(display: Display, base: Path, args: argparse.Namespace) -> list[Outcome]:
+    """Run the elastic run, and stock training at its sizes; return an outcome for each change of
+    size. Raises DemoError."""
     iterations = args.iterations or 40
     kill = iterations // 4 + 1
     display.line(

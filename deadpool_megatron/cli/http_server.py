@@ -1,7 +1,7 @@
 """The HTTP server of ``deadpool serve`` and ``deadpool metrics``, with limits for all clients.
 
-Each request holds a thread, and the user's processes share a limit of threads. Without limits,
-endless requests could exhaust it, and an agent that cannot fork loses its node.
+Each request holds a thread, and all processes of the user share the system's limit of threads.
+Endless requests could exhaust that limit, and an agent that cannot fork loses its node.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def describe_hang(event: Event) -> list[str]:
         for row in group["rows"]:
             numbers = [str(row.get(name, "-")) for name in ("begun", "started", "ended")]
             where = f"{row['where']} in {row['operation']}" if "operation" in row else row["where"]
-            if found := sorted(culprits & set(row["roles"])):
-                where += f" (culprit: {in_short(found)})"
+            if culprit_roles := sorted(culprits & set(row["roles"])):
+                where += f" (culprit: {in_short(culprit_roles)})"
             roles = _shorten(in_short(row["roles"]))
             rows.append([name, operation, roles, *numbers, where])
             name, operation = "", ""
@@ -169,8 +169,8 @@ def _describe_time(view: View) -> list[str]:
     if goodput is None:
         return []
     spent = {use: value for use, value in account.uses(view.until).items() if value > 0}
-    whole = sum(spent.values())
-    rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
+    total = sum(spent.values())
+    rows = [[use.value, seconds(value), f"{value / total:.1%}"] for use, value in spent.items()]
     until = "the last event" if view.until is None else "now"
     lines = [f"{size} for {seconds(spent)} s" for size, spent in view.story.replicas(view.until)]
     title = f"Node time by use, until {until}: goodput {goodput:.1%} of those with roles"

@@ -201,6 +201,7 @@ class Account:
         self._assign(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
 
     def _close(self, at: float, kind: str) -> None:
+        """Begin a recovery, or a further recovery, at the close of an epoch."""
         self.is_repeating = False
         if self.closed_at:  # another failure during the recovery
             self._assign(at, {self.current_use: 1.0})
@@ -217,16 +218,17 @@ class Account:
         self.is_replaying = False
 
     def _open(self, at: float, phases: Mapping[str, float]) -> None:
+        """Divide the time since the close by the seconds of the ``phases`` when an epoch opens."""
         if not self.closed_at:
             if self.current_use is Use.START:
                 self._assign(at, {Use.START: 1.0})
                 self.current_use = Use.TRAINING
             return  # a coordinator that took over repeats the open epoch
-        whole = max(at - self.closed_at, 1e-9)
+        elapsed = max(at - self.closed_at, 1e-9)
         # After a wait for a spare, the seconds before it are assigned already.
         spent = dict(phases) | (dict.fromkeys(("close", "decide"), 0.0) if self.has_waited else {})
         shares = {
-            use: max(0.0, float(spent.get(phase, 0.0))) / whole for phase, use in _USES.items()
+            use: max(0.0, float(spent.get(phase, 0.0))) / elapsed for phase, use in _USES.items()
         }
         total = sum(shares.values())
         if total > 1.0:  # phases of different roles overlap a little
@@ -240,7 +242,7 @@ class Account:
         """Divide the time since the epoch opened between the steps that were computed again and a
         new step, or only the former, if the first step since then was not new.
         """
-        again = int(event.data.get("steps_recomputed") or 0)
-        new = 0.0 if self.first_is_new is False else 1.0 / (again + 1)
-        self._assign(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
+        repeated = int(event.data.get("steps_recomputed") or 0)
+        new_share = 0.0 if self.first_is_new is False else 1.0 / (repeated + 1)
+        self._assign(at, {Use.TRAINING: new_share, Use.RECOMPUTED: 1.0 - new_share})
         self.is_replaying = False

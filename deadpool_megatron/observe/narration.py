@@ -13,7 +13,7 @@ from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.steps import decimal
 from deadpool_megatron.observe.story import Interruption, Story, by_rank
 
-# The time at which a failure was noticed is shown if it differs by at least this from its begin.
+# When a failure was noticed is shown only if this was at least this much later than its begin.
 _NOTICED_SECONDS = 1.0
 # Enough to see the call and its caller.
 _MAX_FRAMES = 4
@@ -62,7 +62,7 @@ class Narrator:
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self._losses = list[Line]()  # lines held back, as a failure may follow that names its cause
+        self._losses = list[Line]()  # held back: the line of a failure would have the same cause
         self._opened_epochs: set[int] = set()
         self._code = ""  # the kind with which the last failure was reported
         self._restored = 0  # the restored iteration
@@ -188,8 +188,8 @@ def line_of(event: Event) -> Line | None:
 
 def count(number: object, noun: str) -> str:
     """Return ``1 step``, ``2 steps``; a question mark for None."""
-    shown = "?" if number is None else number
-    return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
+    text = "?" if number is None else number
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
 
 
 def printable(text: str) -> str:
@@ -205,14 +205,14 @@ def describe_cause(data: Mapping[str, Any]) -> str:
 
 def describe_loss(event: Event) -> str:
     """Return ``node 0: connection closed`` or ``process 1 of node 2 ended: SIGKILL (role 3)``."""
-    data, lost = event.data, f"node {event.node}"
+    data, name = event.data, f"node {event.node}"
     if event.kind is Kind.VAULT_LOST:
-        lost = f"vault of {lost}"
+        name = f"vault of {name}"
     elif event.kind is Kind.MEMBER_LOST:
-        lost = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
+        name = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
     cause = str(data.get("cause") or "lost")
     role = "" if event.role is None else f" (role {event.role})"
-    return (cause if lost in cause else f"{lost}: {cause}") + role
+    return (cause if name in cause else f"{name}: {cause}") + role
 
 
 def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
@@ -251,9 +251,9 @@ def advice(failure: Interruption, story: Story) -> str:
     quarantines = (e for e in story.kept[Kind.NODE_QUARANTINED] if e.node == node)
     if any(failure.began <= event.wall_seconds <= until for event in quarantines):
         seats = {int(seat[0]) for _, seat in failure.seats_changed.values()}  # type: ignore[index]
-        moved = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""
+        note = f", its roles are on node {in_short(sorted(seats))} now" if seats else ""
         test = "test its host (deadpool gpu-health, dmesg)"
-        text = f"{name}, which is quarantined{moved}: {test}; start another node as a spare:"
+        text = f"{name}, which is quarantined{note}: {test}; start another node as a spare:"
         text += " 'deadpool agent --run-dir DIR --attach'"
     parts = (part for part in text.split("; ") if story.ended is None or _ATTACH_FLAG not in part)
     return to_do(failure.kind, "; ".join(parts))
@@ -281,8 +281,8 @@ def describe_stack(event: Event) -> str:
     if event.data.get("missing"):
         return f"{process}: none, {event.data['missing']}"
     frames = [str(frame) for frame in event.data.get("frames", ())]
-    shown = " < ".join([*frames[:_MAX_FRAMES], *["..."] * (len(frames) > _MAX_FRAMES)])
-    return f"{process}: {shown} (all threads in logs/{event.data.get('log')})"
+    text = " < ".join([*frames[:_MAX_FRAMES], *["..."] * (len(frames) > _MAX_FRAMES)])
+    return f"{process}: {text} (all threads in logs/{event.data.get('log')})"
 
 
 def describe_slowness(event: Event) -> str:

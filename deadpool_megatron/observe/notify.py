@@ -59,6 +59,7 @@ class Outlet:
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
+        """Deliver the queued notices, in the thread of the outlet."""
         is_failing = False
         while True:
             with self._changed:

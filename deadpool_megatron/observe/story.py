@@ -317,7 +317,7 @@ class Story:
         """
         recent = self.steps.newest(RECENT_STEPS + 1)
         recent = [step for step in recent if step.iteration > self._pace_after]
-        speed = tokens = left = None
+        speed = tokens = seconds_left = None
         if len(recent) > 1 and (seconds := recent[-1].wall_seconds - recent[0].wall_seconds) > 0:
             first, last = recent[0], recent[-1]
             if first.samples is not None and last.samples is not None:
@@ -325,9 +325,9 @@ class Story:
                 tokens = self.sequence_length and speed * self.sequence_length
             if self.iterations is not None:
                 to_do = max(0, self.iterations - self.last_iteration)
-                left = to_do * (seconds / (last.iteration - first.iteration))
+                seconds_left = to_do * (seconds / (last.iteration - first.iteration))
         speeds = {"samples_per_second": speed, "tokens_per_second": tokens}
-        return {"iterations": self.iterations, **speeds, "seconds_left": left}
+        return {"iterations": self.iterations, **speeds, "seconds_left": seconds_left}
 
     def _count(self, event: Event) -> None:
         """Count refusals and bytes, and update the nodes."""
@@ -438,9 +438,9 @@ class Story:
         key = (event.epoch, event.iteration)
         if event.data.get("over"):
             self._finished_waits[key] = seconds = seconds + self._finished_waits.get(key, 0.0)
-        before = self.gate_waits.get(key, 0.0)
-        self.gate_waits[key] = max(seconds, before)
-        self.gate_seconds += max(0.0, seconds - before)
+        previous = self.gate_waits.get(key, 0.0)
+        self.gate_waits[key] = max(seconds, previous)
+        self.gate_seconds += max(0.0, seconds - previous)
         if self._max_steps is not None and len(self.gate_waits) > _MAX_WAITS:
             oldest = next(iter(self.gate_waits))
             del self.gate_waits[oldest]
@@ -449,12 +449,12 @@ class Story:
     def _coordinator_loss(self, event: Event, last_seen: float) -> Event:
         """Return an event for the loss of the previous coordinator, at the time of its last event.
         ``event``: the first event of the new coordinator."""
-        before = self.kept[Kind.COORDINATOR][-1].node if self.kept[Kind.COORDINATOR] else None
-        cause = f"the coordinator on node {'?' if before is None else before} was last heard of at"
+        node = self.kept[Kind.COORDINATOR][-1].node if self.kept[Kind.COORDINATOR] else None
+        cause = f"the coordinator on node {'?' if node is None else node} was last heard of at"
         cause += f" {date(last_seen)[11:19]}; node {event.node} took over at"
         cause += f" {date(event.wall_seconds)[11:19]}"
         data = {"kind": FailureKind.COORDINATOR, "cause": cause}
-        return Event(Kind.COORDINATOR, event.epoch, before, data=data, wall_seconds=last_seen)
+        return Event(Kind.COORDINATOR, event.epoch, node, data=data, wall_seconds=last_seen)
 
     def _end_silence(self, silence: Event) -> None:
         """End a takeover: all agents have joined the new coordinator, and the epoch is open."""
@@ -479,6 +479,8 @@ class Story:
             self.current.is_cut_short = True
 
     def _close(self, event: Event) -> None:
+        """Begin a failure at the close of an epoch, or count a further close of a present
+        failure."""
         self._pace_after = self.last_iteration  # the time of the next step contains the recovery
         silence, self.silence = self.silence, None
         if event.data.get("kind") == FailureKind.RESTART:
@@ -493,7 +495,7 @@ class Story:
         self.ignored_losses += [loss for loss in self._losses if loss.wall_seconds < oldest]
         related += [] if silence is None else [silence]
         if len(self.failures) > 1:
-            self.failures[-1].parts.clear()  # many parts, and only those of the first are drawn
+            self.failures[-1].parts.clear()  # parts are many, and only the first failure is drawn
         began = min(entry.wall_seconds for entry in (event, *related))
         evidence = related, self._stacks, self._hangs
         failure = Interruption(self._failure_counts(), began, event, self.last_iteration, *evidence)
@@ -531,9 +533,9 @@ class Story:
                     # But a coordinator that took over does not know the time before the takeover.
                     failure.began = min(failure.began, event.wall_seconds - failure.seconds)
                     if any(loss.kind is Kind.COORDINATOR for loss in failure.losses):
-                        whole, phases = event.wall_seconds - failure.began, failure.phases
-                        detect = phases.get("detect", 0.0) + whole - failure.seconds
-                        failure.seconds = whole
+                        total, phases = event.wall_seconds - failure.began, failure.phases
+                        detect = phases.get("detect", 0.0) + total - failure.seconds
+                        failure.seconds = total
                         failure.phases = ordered_phases({**phases, "detect": detect})
             case _:
                 pass

@@ -267,8 +267,8 @@ def join(directory: Path, indexes: Sequence[Mapping[str, Any]], common: Any) -> 
         _save(common, target)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     (directory / "metadata.json").write_text(json.dumps(_CONFIGURATION))
-    read = filesystem.FileSystemReader(directory).read_metadata()
-    if read.state_dict_metadata != metadata.state_dict_metadata or (
-        read.storage_data != metadata.storage_data
+    reread = filesystem.FileSystemReader(directory).read_metadata()
+    if reread.state_dict_metadata != metadata.state_dict_metadata or (
+        reread.storage_data != metadata.storage_data
     ):
         raise WritingError(f"{directory / '.metadata'} does not hold what was written to it")

@@ -168,8 +168,8 @@ class PinnedSlots:
         """Unregister all memory except ``views``, as that of slots that this process has lost."""
         if not self._views:
             return
-        kept = {host_range(view)[0] for view in views}
-        for address in self._views.keys() - kept:
+        addresses = {host_range(view)[0] for view in views}
+        for address in self._views.keys() - addresses:
             self._release(self._views.pop(address))
 
     def release(self) -> None:
@@ -232,7 +232,7 @@ class CpuPlatform(Platform):
         self._owner_pid = -1
 
     def synchronize(self, deadline_seconds: float) -> None:
-        # On the CPU only the copier thread's work goes past the return of its call.
+        # Work on the CPU is finished when its call returns, except that of the copier thread.
         started = time.monotonic()
         marker = self._submit(_ThreadCopy([], []))
         if not marker.wait(deadline_seconds):

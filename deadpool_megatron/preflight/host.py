@@ -160,7 +160,7 @@ def listed_gpus() -> tuple[str, ...]:
                 gpus.append([uuid])
             else:
                 gpus[-1].append(uuid)
-        return tuple(uuid for whole, *parts in gpus for uuid in parts or [whole])
+        return tuple(uuid for gpu, *parts in gpus for uuid in parts or [gpu])
     try:
         return tuple(map(str, range(len(list(Path("/proc/driver/nvidia/gpus").iterdir())))))
     except OSError:
@@ -199,8 +199,8 @@ def member_variables(gpus: Sequence[str], local_rank: int, *, may_share: bool) -
     """
     if may_share and not gpus:
         return {"LOCAL_RANK": str(local_rank)}
-    own = local_rank % len(gpus) if may_share else local_rank
-    return {"LOCAL_RANK": "0", GPU_VARIABLE: "".join(gpus[own : own + 1])}
+    index = local_rank % len(gpus) if may_share else local_rank
+    return {"LOCAL_RANK": "0", GPU_VARIABLE: "".join(gpus[index : index + 1])}
 
 
 def share_of(gpus: Sequence[str], number: int, size: int) -> str:

@@ -157,12 +157,12 @@ def restore_group_values(
     A count of steps that an interrupted first iteration or a warm-up has left, for example, would
     correct the bias of the moments for the wrong step.
     """
-    for group, kept in zip(groups, values, strict=True):
+    for group, saved in zip(groups, values, strict=True):
         for key, value in list(group.items()):
             is_plain = isinstance(value, int | float | bool | str | Tensor)
-            if is_plain and key not in kept:
+            if is_plain and key not in saved:
                 del group[key]
-        for key, value in kept.items():
+        for key, value in saved.items():
             if not isinstance(value, Tensor):
                 # The extras have a list instead of a tuple, as JSON has no tuples.
                 group[key] = tuple(value) if isinstance(value, list) else value

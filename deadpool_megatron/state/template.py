@@ -216,8 +216,8 @@ class FromExtras(Mark):
 
 @dataclass(frozen=True)
 class StepNumber(Mark):
-    """Adam's count of steps from a shard part, as Megatron writes it (optimizer.py:845):
-    ``as_number`` a number, else a tensor, which is left out while it is zero.
+    """Adam's count of steps from a shard part, as Megatron writes it (optimizer.py:845). With
+    ``as_number`` the value is a number, else a tensor, which is left out while it is zero.
     """
 
     part: str
@@ -286,8 +286,8 @@ def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
     if isinstance(value, Mark):
         return value.value(extras, read)
     if isinstance(value, dict):
-        filled = {key: fill(item, extras, read) for key, item in value.items()}
-        return {key: item for key, item in filled.items() if item is not ABSENT}
+        items = {key: fill(item, extras, read) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not ABSENT}
     if isinstance(value, list):
         return [fill(item, extras, read) for item in value]
     if type(value) is tuple:

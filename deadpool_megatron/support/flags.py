@@ -3,9 +3,9 @@
 Each flag of core_v0.16.1, and each reviewed flag of later versions, is in exactly a single place of
 ``tables/flags.toml``; all other flags count as unread.
 
-The arguments that Megatron has parsed decide whether a row applies (:meth:`FlagRow.applies`). If
-the command line alone shows it (:meth:`FlagRow.is_named_in`), the row is reported before a process
-is started. :mod:`.findings` derives the verdict.
+The arguments that Megatron has parsed decide whether a row applies (:meth:`FlagRow.applies`). A row
+that the command line alone shows (:meth:`FlagRow.is_named_in`) is reported before a process is
+started. :mod:`.findings` derives the verdict.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def unread_reason(name: str) -> str:
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
-    near = difflib.get_close_matches(name, KNOWN, 1, 0.9)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(name, KNOWN, 1, 0.9)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
     default = f"its effect on state, communicators and streams has not been reviewed{hint}"
     return next(reasons, default)
 

@@ -90,7 +90,7 @@ class VersionReport:
     @property
     def missing_points(self) -> tuple[FoundPoint, ...]:
         """Points that do not exist."""
-        return tuple(found for found in self.points if found.is_missing)
+        return tuple(point for point in self.points if point.is_missing)
 
 
 def examine(importer: Importer = importlib.import_module) -> VersionReport:
@@ -143,12 +143,12 @@ def _tree(importer: Importer) -> Path | None:
 def tree_of(script: Path) -> Path:
     """Return the checkout that a script trains with: its own folder, a folder of PYTHONPATH, or a
     parent folder. Return its own folder if none of these is a checkout."""
-    own = script.resolve().parent
+    script_folder = script.resolve().parent
     path = (Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
-    for folder in (own, *path, *own.parents):
+    for folder in (script_folder, *path, *script_folder.parents):
         if (folder / "megatron" / "training").is_dir():
             return folder.resolve()
-    return own
+    return script_folder
 
 
 def tree_version(tree: Path | None) -> str:
@@ -191,7 +191,7 @@ def check(report: VersionReport, allow_untested: bool) -> None:
         )
     if allow_untested and not report.missing_points:
         return
-    problems = [found.problem for found in report.points if found.problem]
+    problems = [point.problem for point in report.points if point.problem]
     if not report.is_tested:
         problems.insert(0, f"its version is {report.version}; tested versions: {_TESTED_TEXT}")
     if not problems:
@@ -224,10 +224,10 @@ def install_points() -> tuple[str, ...]:
             f" revert' on it (not patched are {modules})"
         )
     for original in unmarked.values():
-        marked = hookpoints.hookpoint(original)
+        wrapper = hookpoints.hookpoint(original)
         for namespace in _namespaces():
             for name in [name for name, value in namespace.items() if value is original]:
-                namespace[name] = marked
+                namespace[name] = wrapper
     return tuple(f"{point.module}.{point.function}" for point in unmarked)
 
 

@@ -61,9 +61,9 @@ def read(loop: TrainingLoop, directory: Path) -> None:
 
 
 def _extras_of(loop: TrainingLoop, directory: Path) -> dict[str, Any]:
-    """Return the extras of this rank. A checkpoint of another number of ranks has them for the rank
-    with the same layers, slices and experts, and the lowest data-parallel rank: such ranks draw the
-    same random numbers and have the same sums. Raises BadArgumentsError."""
+    """Return the extras of this rank. From a checkpoint of another number of ranks, return those of
+    the rank with the same layers, slices and experts, and the lowest data-parallel rank: such ranks
+    draw the same random numbers and have the same sums. Raises BadArgumentsError."""
     rank, world_size, grid = dist.get_rank(), dist.get_world_size(), Workload.of(loop.config).grid
     ranks = extras_file.role_count(directory) or world_size
     if ranks != world_size:

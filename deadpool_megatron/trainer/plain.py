@@ -1,7 +1,7 @@
 """``python -m deadpool_megatron.trainer.plain``: the same training without fault tolerance.
 
-Tests and benches use it as the reference. It uses stock gloo or NCCL, and takes its rank from the
-variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+This program is the reference of tests and benches. It uses stock gloo or NCCL, and takes its rank
+from the variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
 ``MASTER_PORT``).
 """
 

@@ -239,8 +239,8 @@ def final_line(run: RunDirectory) -> str:
 def _kill(args: argparse.Namespace) -> str:
     """Have the coordinator send the signal; return a line with the target. Raises CommandError."""
     numbers = {part: getattr(args, part) for part in PARTS if part != "coordinator"}
-    given = {part: number for part, number in numbers.items() if number is not None}
-    part, number = next(iter(given.items()), ("coordinator", None))
+    targets = {part: number for part, number in numbers.items() if number is not None}
+    part, number = next(iter(targets.items()), ("coordinator", None))
     message = {"command": _KILL, "part": part, "number": number, "signal": args.signal}
     run, limit = RunDirectory(args.run_dir), time.monotonic() + _TAKEOVER_SECONDS
     while True:

@@ -77,15 +77,17 @@ def _to_dict(run_view: View) -> dict[str, Any]:
     events."""
     story = run_view.story
     final = {k: run_view.final.get(k) for k in ("exit_status", "reason", "iterations")}
-    # The events have the failures under all coordinators, the answer only those under the present.
+    # The events have the failures under all coordinators, unlike the answer of the coordinator.
     failures = [failure_to_dict(each, run_view) for each in story.all_failures[-_MAX_FAILURES:]]
     waiting = None if story.waiting is None else dict(story.waiting.data)
-    known = {"phase": "over", **final} if run_view.status is None else run_view.status
+    values = {"phase": "over", **final} if run_view.status is None else run_view.status
     texts = {"state": run_view.state, "title": run_view.title, "to_do": run_view.to_do}
-    return {**known, **texts, "failures": failures, "waiting": waiting}
+    return {**values, **texts, "failures": failures, "waiting": waiting}
 
 
 def status_lines(run: RunDirectory, run_view: View, *, show_all: bool) -> list[Line]:
+    """Return the lines of the status; ``show_all``: with a line for each role and node. Raises an
+    error of :data:`events.DAMAGE` for the status of another version."""
     story, status = run_view.story, run_view.status
     failures = [
         Line(
@@ -125,8 +127,8 @@ def status_lines(run: RunDirectory, run_view: View, *, show_all: bool) -> list[L
     events = status["events"]
     if events["trouble"] or events["dropped"]:
         wait = f"{count(run_view.events_waiting, 'event')} wait in memory"
-        lost = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
-        problems.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {lost}")
+        loss = f"{events['dropped']} were dropped" if events["dropped"] else "none is lost"
+        problems.append(f"  {events['trouble'] or 'events can be written again'}; {wait}, {loss}")
     if status["diverged"]:
         problems.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     # The headline's iteration is newer than these heartbeats.

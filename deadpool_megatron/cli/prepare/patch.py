@@ -220,6 +220,7 @@ def _refusal(tree: Tree, names: Iterable[str]) -> str | None:
 
 
 def _git_apply(tree: Tree, names: Iterable[str], options: Iterable[str]) -> None:
+    """Apply the parts of the patches for the files ``names``. Raises CommandError."""
     # Hide the repository and the user's settings from git: in a repository, git silently skips
     # files outside of the current directory, and the settings could change its behaviour.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}

@@ -139,9 +139,9 @@ def _swap(story: Story | None) -> tuple[float, str]:
 
 
 def _training_shares(plan: Plan, replicas: Sequence[int]) -> list[list[float]]:
-    """Return for each number of spares the share of node hours that train: if the run needs all
-    model replicas, and if it can continue with each number in ``replicas``. Return nothing for a
-    single number of replicas."""
+    """Return for each number of spares two shares of node hours that train: for a run that needs
+    all model replicas, and for a run that can continue with each number in ``replicas``. Return
+    nothing for a single number of replicas."""
     cluster = plan.cluster
     live_share = cluster.failure_hours / (cluster.failure_hours + cluster.repair_hours)
     return [
@@ -199,7 +199,7 @@ def _headline(name: str, assessment: Assessment) -> list[str]:
 
 
 def _time_table(assessment: Assessment) -> list[str]:
-    times, lost = assessment.timing, assessment.lost_steps
+    times, steps = assessment.timing, assessment.lost_steps
     rows = [
         ("copy to host memory (PCIe)", times.copy_seconds),
         ("checksum", times.checksum_seconds),
@@ -212,7 +212,7 @@ def _time_table(assessment: Assessment) -> list[str]:
     cells = [(title, f"{value:.3f}", f"{value / times.step_seconds:.1%}") for title, value in rows]
     return [
         *table(("", "seconds", "of the step"), cells),
-        f"  RPO: at most {count(lost, 'step')}, {lost * times.step_seconds:.1f} s, computed again"
+        f"  RPO: at most {count(steps, 'step')}, {steps * times.step_seconds:.1f} s, computed again"
         " after a loss",
     ]
 

@@ -113,11 +113,11 @@ def advice(gpus: int, command: Sequence[str]) -> str:
 def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Set the missing parts of the size: those of the run that is restarted or resumed, if it can
     be read, else parts that fit. Raises CommandError if no size fits."""
-    given = args.nodes, args.spares, args.nproc_per_node
+    numbers = args.nodes, args.spares, args.nproc_per_node
     gpus = 0
     if arguments.communicator_in(args) in ("auto", "nccl"):
         gpus = len(visible_gpus(os.environ))
-    size = choose(gpus, command, *given)
+    size = choose(gpus, command, *numbers)
     for path in filter(None, (args.resume, args.run_dir)):
         with contextlib.suppress(RunDirectoryError, NotADirectoryError):
             old = RunDirectory(path).read_run()
@@ -125,16 +125,16 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
     if size is None:
         where = f"{gpus} visible {'GPU' if gpus == 1 else 'GPUs'}" if gpus else "this host"
         other = choose(gpus, command, args.nodes, 0, args.nproc_per_node)
-        flags = zip(("--nodes", "--spares", "--nproc-per-node"), given, strict=True)
-        named = " ".join(f"{flag} {number}" for flag, number in flags if number is not None)
-        problem = f"{named} does not fit" if named else "no number of nodes and processes fits"
+        flags = zip(("--nodes", "--spares", "--nproc-per-node"), numbers, strict=True)
+        options = " ".join(f"{flag} {number}" for flag, number in flags if number is not None)
+        problem = f"{options} does not fit" if options else "no number of nodes and processes fits"
         raise CommandError(
             f"{problem} {where}, the script's parallel sizes, its batch and the spares: "
             + (f"without one '{other}' does" if other else "choose other numbers")
         )
     chosen = size.nodes, size.spares, size.processes
     args.nodes, args.spares, args.nproc_per_node = (
-        default if value is None else value for default, value in zip(chosen, given, strict=True)
+        default if value is None else value for default, value in zip(chosen, numbers, strict=True)
     )
 
 

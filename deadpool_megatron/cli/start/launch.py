@@ -120,6 +120,7 @@ class Launcher:
     # Starting.
 
     def _start_agent(self, node: int) -> None:
+        """Fork the agent of a node, with its share of the GPUs. Raises OSError."""
         self._shares.setdefault(node, self._free_share())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -164,8 +165,8 @@ class Launcher:
 
     def _free_share(self) -> int:
         """Return the first share of the GPUs that no live node has."""
-        taken = {self._shares[node] for node in self._agents}
-        return min(set(range(len(self._agents) + 1)) - taken)
+        used = {self._shares[node] for node in self._agents}
+        return min(set(range(len(self._agents) + 1)) - used)
 
     def _appoint_agents(self) -> None:
         """Appoint the agents with the highest numbers, as their nodes get roles last, if at all."""
@@ -226,6 +227,7 @@ class Launcher:
         poller.poll(_POLL_SECONDS * 1000)
 
     def _reap_agents(self) -> None:
+        """Clean up after agents that have ended, and replace their nodes by spares."""
         ended = {
             node: status
             for node, pid in self._agents.items()
@@ -254,8 +256,8 @@ class Launcher:
         for node, status in ended.items():
             self.report(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
         self._due_refills = min(self._due_refills + len(ended), self.refills)
-        # A new spare attaches to memory of dead nodes on its host. So start it after the removal,
-        # or if this memory is the only remaining state.
+        # A new spare attaches to memory of dead nodes on its host. So start the spare only after
+        # the removal, except if no agent lives: then this memory is the only remaining state.
         if not self._ended_at or not self._agents:
             self._refill()
         self._appoint_agents()

@@ -288,12 +288,12 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if args.run_id is not None and args.run_id != info.run_id:
         raise common.CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
     if conflict := common.size_conflict(args, info, "nodes", "spares", "nproc_per_node"):
-        flag, _, known = conflict
-        raise common.CommandError(f"the run has {flag} {known}")
+        flag, _, run_value = conflict
+        raise common.CommandError(f"the run has {flag} {run_value}")
     # The settings of the run replace those of this command line without a word. But a setting that
     # determines the layout of slots must agree: with slots left in memory, and with other nodes.
-    own, _ = arguments.settings_in(args.options, script=False)
-    if other := slot_conflict(info.settings, own):
+    requested, _ = arguments.settings_in(args.options, script=False)
+    if other := slot_conflict(info.settings, requested):
         raise common.CommandError(
             f"the run in {run.path} has {other}, which its slots in memory are made with: start the"
             " agent with the value that the run has, or end the run, if it is alive ('deadpool stop"

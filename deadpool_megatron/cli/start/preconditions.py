@@ -227,6 +227,7 @@ def _belongs_to_no_run(run: RunDirectory, entry: Path) -> bool:
 
 
 def _occupied_reason(run: RunDirectory) -> str:
+    """Return the reason, with the remedy, why a directory that is not empty cannot be used."""
     try:
         info = run.read_run()
     except run_files.RunDirectoryError:

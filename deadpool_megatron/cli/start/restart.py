@@ -219,9 +219,9 @@ def _node_numbers(journal: Journal, info: directory.RunInfo) -> tuple[int, ...]:
     record = EpochRecord.from_dict(newest[1])
     history = record.history
     removed, quarantined = journal.numbers(REMOVED), journal.numbers(QUARANTINED)
-    lost = {*history.removed, *removed, *history.quarantined, *quarantined}
-    known = {*record.nodes, *lost, *journal.numbers("node")}
+    lost_nodes = {*history.removed, *removed, *history.quarantined, *quarantined}
+    used_numbers = {*record.nodes, *lost_nodes, *journal.numbers("node")}
     seated = {seat.node for seat in record.seats.values()}
-    kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))
-    fresh = range(max(known) + 1, max(known) + 1 + wanted)
-    return tuple([*kept, *fresh][: max(wanted, len(seated - lost))])
+    kept_nodes = sorted(set(record.nodes) - lost_nodes, key=lambda node: (node not in seated, node))
+    new_numbers = range(max(used_numbers) + 1, max(used_numbers) + 1 + wanted)
+    return tuple([*kept_nodes, *new_numbers][: max(wanted, len(seated - lost_nodes))])

@@ -61,7 +61,8 @@ def resume_point(
     old: RunDirectory, args: argparse.Namespace, peers: PeerAgents | None = None
 ) -> tuple[list[Restore], int]:
     """Return the states from which a new run continues an earlier run, best first, and the role of
-    its rank 0: state in dumps has the role numbers with which it was written. Print the choice.
+    the new run's rank 0, as state in dumps has the role numbers of the earlier run. Print the
+    choice.
 
     The memory of the earlier run on this host, and on the hosts of ``peers``, is dumped first. The
     newest complete generation in the dumps is the best state, unless a checkpoint is as new. A run
@@ -192,8 +193,8 @@ def saved_states(
 
 
 def _problem_of(restore: Restore, roles: Collection[int], history: History | None) -> str:
-    """Return the reason why a run cannot continue from a state; empty if it can. ``history``: that
-    of the run that wrote the state, if this run did."""
+    """Return the reason why a run cannot continue from a state; empty if it can. ``history``: the
+    history of the earlier run, if that run wrote the state, else None."""
     if restore.kind == "initial":
         return ""
     if not run_files.is_there(restore):
@@ -221,7 +222,7 @@ def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Iterable[R
     try:
         with closing(Display(sys.stderr)) as display:
             show = partial(display.status, f"copies frozen weights to {run.frozen}")
-            copied = frozen_file.copy_files(source, run.frozen, show)
+            copied_bytes = frozen_file.copy_files(source, run.frozen, show)
     except OSError as error:
         needed = sum(path.stat().st_size for path in frozen_file.files_in(source))
         raise CommandError(
@@ -229,9 +230,9 @@ def copy_frozen_weights(old: Path | None, run: RunDirectory, restore: Iterable[R
             f" {error.strerror or error}; make room there, and remove {run.path} before the next"
             " try"
         ) from error
-    if copied:
+    if copied_bytes:
         seconds = time.monotonic() - started
-        print(f"{copied} bytes of frozen weights copied in {seconds:.1f} s", flush=True)
+        print(f"{copied_bytes} bytes of frozen weights copied in {seconds:.1f} s", flush=True)
 
 
 def copy_notes(old: Path | None, run: RunDirectory) -> None:
@@ -263,7 +264,7 @@ def _newest_dump(
     peers: PeerAgents | None,
 ) -> tuple[Restore | None, list[str]]:
     """Write the memory on this host, wait for ``peers``, and return the newest complete dump, with
-    the reasons why newer dumps are not. ``kept``: the kept lineages (planner.keep_lineages)."""
+    the reasons against newer dumps. ``kept``: the kept lineages (planner.keep_lineages)."""
     _dump_memory(old, info, kept)
     if peers is None:
         return newest_whole(old.dump, roles, kept)

@@ -150,7 +150,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
 
 
 def print_result(directory: RunDirectory, status: int, reason: str) -> None:
-    """Print a line for an exit status other than 0. Without a ``reason`` it has the result's."""
+    """Print a line for an exit status other than 0, with ``reason`` or else that of the result."""
     if not reason and directory.has_final():
         try:
             reason = str(directory.read_final()["reason"])

@@ -197,6 +197,7 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 
 def _verify_files(directory: Path, progress: Progress) -> Iterator[Finding]:
+    """Yield the findings of :func:`verify_checkpoint`, also while the directory is removed."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for path in extras_file.files_in(directory):
