@@ -142,11 +142,7 @@ class Restorer:
                 self._gate.require_open(self._record.epoch)
 
     def _wanted(self, layout: RoleLayout) -> list[_Wanted]:
-        restore = self._record.restore
-        if restore.kind == "dump":
-            known, roles = {self._role: layout}, self._record.seats
-            self._index = dumped_parts(Path(restore.path), restore.generation, roles, known)
-        sources = restore.sources.get(self._role, {})
+        sources = self._record.restore.sources.get(self._role, {})
         # Extras first: a node that has them knows the checksums of what it lacks.
         names = (self._extras, *layout.shard_parts)
         return [_Wanted(name, sources.get(name, ())) for name in names]
@@ -169,8 +165,8 @@ class Restorer:
         found = self._first_of(wanted, deadline, partial(self._fetch, layout, wanted))
         if isinstance(found, Place):
             return found
-        if self._index is not None:
-            return self._load(self._index, layout, wanted, deadline)
+        if self._record.restore.kind == "dump":
+            return self._load(layout, wanted, deadline)
         return self._rebuild(layout, wanted.name, self._recipe, found, deadline)
 
     def _first_of(
@@ -377,11 +373,10 @@ class Restorer:
             self._store.reports.corruption(*about, expected, found)
             raise _SourceUnusable("checksum does not match")
 
-    def _load(
-        self, index: PartIndex, layout: RoleLayout, wanted: _Wanted, deadline: float
-    ) -> Place:
+    def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float) -> Place:
         """Read a part from the dump files of the role, or of a role with the same bytes, or rebuild
-        it from them."""
+        it from the files of other roles. Only a rebuild reads the headers of all files, as a large
+        run has thousands of files."""
         tried: list[Tried] = []
         directory = Path(self._record.restore.path)
         same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
@@ -398,7 +393,10 @@ class Restorer:
                     if place is not None:
                         return place
                 tried.append((node_of(dumped), role, reason))
-        for recipe in index.alternatives(self._role, wanted.name, self._generation):
+        if self._index is None:
+            of = {self._role: layout}
+            self._index = dumped_parts(directory, self._generation, self._record.seats, of)
+        for recipe in self._index.alternatives(self._role, wanted.name, self._generation):
             with contextlib.suppress(RestoreUnavailable):
                 return self._rebuild(layout, wanted.name, recipe, tried, deadline)
         raise RestoreUnavailable(wanted.name, tuple(tried))

@@ -12,7 +12,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import dump, generation_name
 from deadpool_megatron.vault.disk.sources import dumped_parts, newest_whole, snapshot_of_dump
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, dump_name, own_name
 from deadpool_megatron.vault.shm.table import Place
@@ -155,3 +155,23 @@ def test_a_file_that_was_not_written_is_not_named(writer, tmp_path):
         segment.data(0, name)[0] ^= 0xFF
     assert dump(writer, tmp_path / "dump", GENERATION, "step") == []
     assert not list((tmp_path / "dump").iterdir())
+
+
+def test_a_role_reads_the_files_of_others_only_for_a_part_that_its_own_lack(
+    writer, tmp_path, monkeypatch
+):
+    """Of the thousands of a large run, on shared storage."""
+    record = record_of(2, restore=_from_dump(writer, tmp_path))
+    for role in range(1, 20):
+        write(tmp_path / "dump", role, GENERATION.iteration, set(PARTS), layout(role))
+    opened, usual = [], Segment.open
+    monkeypatch.setattr(
+        Segment, "open", lambda path, **how: opened.append(path) or usual(path, **how)
+    )
+    own = tmp_path / "dump" / dump_name(0, 0)
+    Restorer(_vault(tmp_path / "whole", record), record, 0).obtain(LAYOUT)
+    assert {path for path in opened if path.parent == own.parent} == {own}
+    own.unlink()
+    with pytest.raises(RestoreUnavailable):
+        Restorer(_vault(tmp_path / "lacking", record), record, 0).obtain(LAYOUT)
+    assert len({path for path in opened if path.parent == own.parent}) == 20
