@@ -315,8 +315,8 @@ def _both_runs(display: Display, base: Path, args: argparse.Namespace) -> list[O
 
 
 def _elastic_run(display: Display, base: Path, args: argparse.Namespace) -> list[Outcome]:
-    """Run the elastic run, and stock training at its sizes; return an outcome for each change of
-    size. Raises DemoError."""
+    """Train elastically, and with stock Megatron at the same sizes; return an outcome for each
+    change of size. Raises DemoError."""
     iterations = args.iterations or 40
     kill = iterations // 4 + 1
     display.line(

@@ -60,8 +60,8 @@ _BEFORE_CLOSE: Mapping[str, Use] = {
 class _Stay:
     """The time of a node that belongs to no use yet (wall clock, seconds), from ``since`` on.
 
-    ``until``: when the node left; None while it is present. ``joined_at``: when it last joined,
-    also without a leave before: after a takeover or a restart of the run.
+    ``until``: when the node left; None while it is present. ``joined_at``: when it last joined. A
+    node that has not left joins again after a takeover or a restart of the run.
     """
 
     since: float

@@ -62,14 +62,16 @@ class Narrator:
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self._losses = list[Line]()  # held back: the line of a failure would have the same cause
+        # Lines of losses, held back until the next line: if it is that of a failure, it has their
+        # cause, and they are dropped.
+        self._losses = list[Line]()
         self._opened_epochs: set[int] = set()
         self._code = ""  # the kind with which the last failure was reported
         self._restored = 0  # the restored iteration
 
     def take(self, event: Event) -> list[Line]:
-        """Fold an event; return the lines to read now. Raises as in :data:`events.DAMAGE` for a
-        damaged event."""
+        """Fold an event into the story; return its lines, after lines that were held back. Raises
+        an error of :data:`events.DAMAGE` for a damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
         event = by_rank(event)
         if event.kind is Kind.EPOCH_DECIDED:
