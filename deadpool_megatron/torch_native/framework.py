@@ -1,4 +1,4 @@
-"""Plain PyTorch as a framework: the state of a loop as a member asks for it."""
+"""Plain PyTorch as a framework: the state of a loop, for the member that protects it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class TorchFramework(Framework):
-    """See :class:`Framework`. There is one optimizer, so one part. There are three slots, as no
-    collective lies between the gate and the update."""
+    """See :class:`Framework`. There is one optimizer, so there is one part. There are three slots,
+    since no collective lies between the gate and the update."""
 
     slots = 3
     versions = (torch.__version__,)
@@ -48,7 +48,7 @@ class TorchFramework(Framework):
         initial_state.refuse_unknown_values(optimizer)
         self._values = loop.state
         parameters = parameters_of(optimizer)
-        # FSDP gathers parameters from its own memory, so their shards are not moved from there.
+        # FSDP gathers parameters from its own memory, so their shards must stay there.
         self._state = OptimizerState(optimizer, fixed=any(map(is_sharded, parameters)))
         replicas = [set(self._wrappers.replicas(parameter)) for parameter in parameters]
         common = set.intersection(*replicas) if replicas else {dist.get_rank()}
@@ -93,7 +93,7 @@ class TorchFramework(Framework):
         self._state.release()
 
     def synchronise(self) -> None:
-        """See :class:`Framework`. Do nothing: the slots of each role hold all of its state."""
+        """See :class:`Framework`. Do nothing: the slots of each role hold all its state."""
 
     def verify(self) -> None:
         """See :class:`Framework`."""
@@ -102,8 +102,8 @@ class TorchFramework(Framework):
         assert dist.group.WORLD is not None
         found = gather_by_role(fingerprint(part.tensors, device), dist.group.WORLD)
         own = found[dist.get_rank()]
-        if odd := [role for role in part.replicas if not torch.equal(found[role], own)]:
-            raise PeerMismatch(f"the replicas of roles {odd} differ from role {dist.get_rank()}")
+        if bad := [role for role in part.replicas if not torch.equal(found[role], own)]:
+            raise PeerMismatch(f"the replicas of roles {bad} differ from role {dist.get_rank()}")
 
     def forget_in_flight(self) -> None:
         """See :class:`Framework`."""
@@ -121,8 +121,8 @@ class TorchFramework(Framework):
         return [(k, v) for k, v in self._values.not_updated().items() if k not in small]
 
     def _small(self) -> dict[str, Tensor]:
-        """Return the tensors that are captured with the extras, as they are small or change. The
-        frozen weights of the model are not among them if they are large."""
+        """Return the tensors that are captured with the extras, because they are small or may
+        change. Frozen weights of the model are left out if they are large."""
         found = self._values.not_updated()
         frozen = {name: tensor for name, tensor in found.items() if name.startswith("model.")}
         if are_large(frozen.values()):

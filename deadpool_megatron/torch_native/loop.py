@@ -1,4 +1,4 @@
-"""The part of a training program on plain PyTorch: its loop, and how that is made."""
+"""The base classes of a training program on plain PyTorch: its loop, and the maker of the loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deadpool_megatron.torch_native.wrappers import forget_meshes
 
 
 class TorchLoop(SteppedLoop):
-    """A loop with a model, a torch optimizer and what belongs to them.
+    """A loop with a model and a torch optimizer.
 
     A subclass makes ``model`` (with DistributedDataParallel or FSDP2 in it), ``optimizer`` and, if
     it has them, ``scheduler`` (of ``torch.optim.lr_scheduler``) and ``grad_scaler``, and defines
@@ -39,7 +39,7 @@ class TorchLoop(SteppedLoop):
 
     def __init__(self, emit: Emit, iterations: int, *, seed: int, save_interval: int = 0) -> None:
         self.emit, self.iterations, self.save_interval = emit, iterations, save_interval
-        # All that is captured: two runs that begin alike are then compared in full.
+        # All generators whose states are captured, so that two runs can be compared in full.
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -53,7 +53,7 @@ class TorchLoop(SteppedLoop):
 
     @functools.cached_property
     def state(self) -> LoopState:
-        """The state by name."""
+        """The state of the loop by name."""
         return LoopState(self)
 
     @property
@@ -87,21 +87,21 @@ class TorchLoop(SteppedLoop):
         raise NotImplementedError(f"the loop has no {name}")
 
     def reset_after_interrupt(self) -> None:
-        """See :class:`ProtectedLoop`: a loop whose data follow from ``counters`` has none."""
+        """See :class:`ProtectedLoop`: a loop whose data follow from ``counters`` needs no reset."""
 
     def save_checkpoint(self, directory: Path) -> None:
-        """See :class:`SteppedLoop`: each role writes what it holds."""
+        """See :class:`SteppedLoop`: each role writes its own state."""
         state = {"tensors": self.state.tensors(), "values": self.state.values()}
         torch.save(state, _file_of_role(directory))
 
     def load_checkpoint(self, directory: Path) -> None:
-        """See :class:`ProtectedLoop`; a checkpoint of as many roles."""
+        """See :class:`ProtectedLoop`. The checkpoint must be of a run with as many roles."""
         loaded = torch.load(_file_of_role(directory), weights_only=True)
         copy_by_name(self.state.tensors(), loaded["tensors"])
         self.state.restore_values(loaded["values"])
 
     def stage_class(self) -> str:
-        """See :class:`ProtectedLoop`: by names and shapes of all tensors."""
+        """See :class:`ProtectedLoop`: a digest of names and shapes of all tensors."""
         shapes = repr(
             [(name, tuple(tensor.shape)) for name, tensor in self.state.tensors().items()]
         )
@@ -113,7 +113,7 @@ class TorchLoop(SteppedLoop):
 
 
 class TorchProgram(Program):
-    """A program whose loops are made by ``make``, with groups beyond WORLD if it makes any."""
+    """A program whose loops are made by ``make``, with their groups other than WORLD, if any."""
 
     def __init__(self, make: Callable[[Emit], TorchLoop]) -> None:
         self._make = make

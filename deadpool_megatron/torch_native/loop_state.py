@@ -1,6 +1,6 @@
 """The state of a loop: named tensors, and values.
 
-A sharded tensor stands for the shard of this role, even while FSDP has gathered the whole.
+A sharded tensor stands for the shard of this role, even while FSDP has gathered the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deadpool_megatron.state.optimizer_state import (
     restore_group_values,
     restore_plain_values,
 )
-from deadpool_megatron.torch_native.plain_state import decoded, encoded
+from deadpool_megatron.torch_native.plain_state import from_plain, to_plain
 
 if TYPE_CHECKING:
     from deadpool_megatron.torch_native.loop import TorchLoop
@@ -33,8 +33,8 @@ _STATEFUL = ("scheduler", "grad_scaler")
 
 
 class LoopState:
-    """The state of one loop. Create it once the loop is complete, before the first forward pass,
-    after which FSDP may have a gathered parameter instead of the sharded parameter."""
+    """The state of one loop. Create it after the loop is complete, before the first forward
+    pass. After that, FSDP may have a gathered parameter instead of the sharded parameter."""
 
     def __init__(self, loop: TorchLoop) -> None:
         self._loop = loop
@@ -43,7 +43,7 @@ class LoopState:
         updated = parameters_of(loop.optimizer)
         if any(id(parameter) not in names for parameter in updated):
             raise UnsupportedState("the optimizer has parameters that the model does not have")
-        #: the names of the parameters that the optimizer updates, in its order
+        #: the names of the parameters that the optimizer updates, in the optimizer's order
         self.updated = [names[id(parameter)] for parameter in updated]
 
     def not_updated(self) -> dict[str, Tensor]:
@@ -64,15 +64,15 @@ class LoopState:
         return found
 
     def values(self) -> dict[str, Any]:
-        """Return everything but tensors and random states, as values of extras."""
+        """Return all state except tensors and random states, as values of extras."""
         loop, optimizer = self._loop, self._loop.optimizer
         states = [plain_values(optimizer.state[p]) for p in parameters_of(optimizer)]
         return {
             "counters": dict(loop.counters),
             "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
             "param_groups": group_values(optimizer.param_groups),
-            "state_numbers": encoded(states if any(states) else [], "the optimizer"),
-            **{name: encoded(kept.state_dict(), name) for name, kept in self._stateful()},
+            "state_numbers": to_plain(states if any(states) else [], "the optimizer"),
+            **{name: to_plain(kept.state_dict(), name) for name, kept in self._stateful()},
             "extra_state": loop.extra_state(),
         }
 
@@ -84,10 +84,10 @@ class LoopState:
         loop.log_sums.clear()
         loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
         for name, target in self._stateful():
-            if state := decoded(values[name]):
+            if state := from_plain(values[name]):
                 target.load_state_dict(state)
         restore_group_values(optimizer.param_groups, values["param_groups"])
-        numbers = decoded(values["state_numbers"])
+        numbers = from_plain(values["state_numbers"])
         for parameter, kept in zip(parameters_of(optimizer), numbers, strict=False):
             restore_plain_values(optimizer.state[parameter], kept)
         loop.restore_extra_state(values["extra_state"])
@@ -108,7 +108,7 @@ class LoopState:
 
 
 def copy_by_name(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy ``saved`` tensors into ``live``. Raises ExtrasError if those are of another model."""
+    """Copy ``saved`` tensors into ``live``. Raises ExtrasError if ``saved`` is of another model."""
     refuse_other_tensors(live, saved, "tensors of the model differ")
     with torch.no_grad():
         for name, tensor in live.items():

@@ -20,7 +20,7 @@ _SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return whether a role holds a part of it only."""
+    """Return whether a role holds only a shard of the parameter."""
     return isinstance(parameter, DTensor)
 
 
@@ -34,20 +34,20 @@ def slice_of(parameter: Tensor) -> str:
 
 
 def forget_meshes() -> None:
-    """Drop what DTensor has kept of meshes that equal those of the next role: from them the next
-    parameters would have the coordinates and groups of the former role."""
+    """Clear DTensor's caches, whose meshes equal those of the next role: from the caches the next
+    parameters would get the coordinates and groups of the former role."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
 
 
 def _coordinate(roles: Tensor) -> list[int]:
-    """Return the place of this role in a mesh."""
+    """Return the coordinates of this role in a mesh."""
     return [int(place) for place in (roles == dist.get_rank()).nonzero()[0]]
 
 
 class Wrappers:
-    """The wrappers of one model, made once, when nothing is under way. Raises UnsupportedState for
-    those with which a recovered run would train on with other numbers."""
+    """The wrappers of one model; to be made while no operation is under way. Raises
+    UnsupportedState for wrappers with which a recovered run would continue with other numbers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
@@ -67,7 +67,7 @@ class Wrappers:
                 )
         if sharded and not hasattr(FSDPModule, "reset_iter_state"):
             raise UnsupportedState(f"FSDP2 of torch {torch.__version__}: 2.13 is the oldest")
-        # Else the first forward pass does it, and moves parameters.
+        # Otherwise the first forward pass would do this, and move parameters.
         for module in sharded:
             module._get_fsdp_state()._lazy_init()
         self._roots = [module for module in sharded if module._get_fsdp_state()._is_root]
@@ -88,11 +88,11 @@ class Wrappers:
         return [dist.get_rank()]
 
     def forget_in_flight(self) -> None:
-        """Drop all that an interrupted step has left, without communication.
+        """Drop the remains of an interrupted step, without communication.
 
-        The gradients of unsharded parameters are dropped, too: where a pass did not come to its
+        The gradients of unsharded parameters are dropped, too: if a pass did not reach its
         reduction, the next pass would add to them. A gather under way is dropped before FSDP can
-        wait for it: that wait would raise EpochClosed.
+        wait for it, since that wait would raise EpochClosed.
         """
         for replica in self._replicated:
             replica._update_process_group(replica.process_group)
@@ -118,7 +118,7 @@ class Wrappers:
             yield from root._get_fsdp_state()._state_ctx.all_states
 
     def _groups(self) -> Iterator[Any]:
-        """Yield FSDP's groups of parameters, which it gathers together."""
+        """Yield FSDP's groups of parameters that are gathered together."""
         for state in self._states():
             yield from state._fsdp_param_groups
 
