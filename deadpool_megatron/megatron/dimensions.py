@@ -1,7 +1,7 @@
 """The dimensions of parallelism: state that peers along each can rebuild, and must hold equal.
 
-Tensor: parameters that are replicated over the group. Pipeline: tied embeddings. Data: parameters
-from the shards of the peers.
+Tensor-parallel peers hold replicas of some parameters, the first and the last pipeline stage hold
+tied embeddings, and data-parallel peers rebuild parameters from the shards of all of them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from deadpool_megatron.member.peer_comparison import compare_with_peers
 
 
 def rebuild_from_peers(loop: MegatronLoop) -> None:
-    """Derive what need not be restored from a slot: master weights -> model copy -> all-gather over
-    the data-parallel group, forced. Collective. Along the other dimensions each role restores
-    its own layers and slices.
+    """Derive the state that no slot holds: master weights -> model copy -> forced all-gather over
+    the data-parallel group. Collective. Along the other dimensions each role restores its own
+    layers and slices.
 
-    A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
-    done after every restore, with any overlap flags. Where FusedAdam holds the master
-    weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
-    are cast again, with the restored scales and amaxes. Where whole parameters are dealt out, each
-    rank has those of others from their owners.
+    A missed forced sync does not hang, but training continues with other numbers. So the sync
+    follows every restore, whatever the overlap flags. Where FusedAdam holds the master weights the
+    copy does nothing: the shard of the model itself was restored. Weights in FP8 are cast again,
+    with the restored scales and amaxes. Where whole parameters are distributed, each rank gets the
+    parameters of other ranks from their owners.
     """
     distributed = False
     for inner in optimizer.inner_optimizers(loop.optimizer):
@@ -48,7 +48,7 @@ def rebuild_from_peers(loop: MegatronLoop) -> None:
 
 
 def verify(loop: MegatronLoop) -> None:
-    """Compare what peers must hold equal. Collective; raises PeerMismatch."""
+    """Compare the state that peers must hold equal. Collective; raises PeerMismatch."""
     verify_tensor(loop)
     verify_pipeline(loop)
     verify_data(loop)
@@ -56,8 +56,9 @@ def verify(loop: MegatronLoop) -> None:
 
 def verify_tensor(loop: MegatronLoop) -> None:
     """Compare norms, biases and routers, which are replicated over the tensor-parallel group: a
-    missed sum over it shows here first."""
-    # Each rank has those of its own heads (--softmax-type learnable), and Megatron marks none.
+    missed sum over that group shows here first."""
+    # Each rank has the offsets of its own heads (--softmax-type learnable), but Megatron does not
+    # mark them as tensor-parallel.
     of_heads = {
         id(parameter)
         for chunk in loop.model_chunks
@@ -105,9 +106,10 @@ def parameters(loop: MegatronLoop, *, expert: bool) -> list[torch.nn.Parameter]:
 
 
 def plain_parameters(loop: MegatronLoop, *, expert: bool) -> list[Tensor]:
-    """Return the same as plain tensors: for quantised parameters those that they wrap."""
-    found = parameters(loop, expert=expert)
-    return [raw for parameter in found for raw in optimizer.plain_tensors(parameter)]
+    """Return :func:`parameters` as plain tensors: quantised parameters as the tensors that they
+    wrap."""
+    chosen = parameters(loop, expert=expert)
+    return [raw for parameter in chosen for raw in optimizer.plain_tensors(parameter)]
 
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
 """Loads an optimizer from a checkpoint exactly where PyTorch's own Adam does the updates.
 
 That is the case if neither Apex nor Transformer Engine is installed. Megatron 0.16.1 writes such
-checkpoints completely but does not load everything; the comments below name what is missing.
+checkpoints completely but does not load all of them; the comments below name the gaps.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from deadpool_megatron.state.initial_state import complete_by_trial
 _States = dict[torch.Tensor, dict[str, Any]]
 _Change = Callable[[dict[str, Any]], None]
 # Keys that identify the kind of a parameter group.
-_OF_A_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+_KIND_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
 
 
 @contextlib.contextmanager
 def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Have ``optimizer.load_state_dict`` load everything that was saved while the block runs.
+    """While the block runs, have ``optimizer.load_state_dict`` load all saved state.
 
     The sharded state to load into has to be made in the block as well. Optimizer state keeps its
     tensors: references to them see the loaded values. Other optimizers than PyTorch's Adam are left
-    to Megatron. If the command line overrides the schedule, it overrides rates of parameter groups.
+    to Megatron. If the command line overrides the schedule, it also overrides the rates of
+    parameter groups.
     """
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
-            # Megatron calls it to have what it can load into, and has none for SGD.
+            # Megatron calls this function to create state into which it loads. SGD has none.
             part.init_state_fn = complete_by_trial
     inner = [
         part
@@ -49,7 +50,7 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
     changes = [_keep_rates(optimizer)] if overrides_schedule(scheduler) else []
-    # A distributed optimizer loads its own state before it is given what was saved.
+    # A distributed optimizer loads its own groups before it gets the saved groups.
     own = [part.optimizer.param_groups for part in inner_optimizers(optimizer)]
     if not inner:
         with _groups_distinguished(own), _changed_before_load(optimizer, changes):
@@ -83,34 +84,34 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``original``, Megatron's load_checkpoint(), and load the optimizer exactly.
 
-    Megatron saves the random states of each pipeline and tensor rank (checkpointing.py:336): other
-    random states of a role are in the extras file of the checkpoint (vault/disk/extras_file.py).
+    Megatron saves random states by pipeline and tensor rank only (checkpointing.py:336). The random
+    states of each role are in the extras files of the checkpoint (vault/disk/extras_file.py).
     """
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if given.get("optimizer") is None:
+    bound = inspect.signature(original).bind(*args, **kwargs).arguments
+    if bound.get("optimizer") is None:
         return original(*args, **kwargs)
-    with exact_load(given["optimizer"], given.get("opt_param_scheduler")):
+    with exact_load(bound["optimizer"], bound.get("opt_param_scheduler")):
         return original(*args, **kwargs)
 
 
 def _supply_zero_step(loaded: dict[str, Any]) -> None:
-    """Put back Adam's step where it is zero: optimizer.py:845 does not write it then.
+    """Add Adam's step where it is zero: optimizer.py:845 does not write it then.
 
-    A run in fp16 has made no step while it looks for its loss scale.
+    A run in fp16 makes no step while it searches for its loss scale.
     """
     state = loaded.get("state", {})
     states = [value for value in state.values() if isinstance(value, dict)]
-    adam = any("exp_avg" in each for each in states) and not any("step" in each for each in states)
-    if adam and "common_step" not in state:
+    lacks = any("exp_avg" in each for each in states) and not any("step" in each for each in states)
+    if lacks and "common_step" not in state:
         state["common_step"] = torch.tensor(0.0)
 
 
 def _keep_rates(optimizer: Any) -> _Change:
-    """Give loaded parameter groups the rates of the command line.
+    """Return a change that gives loaded parameter groups the rates of the command line.
 
-    Before 0.19 those of the checkpoint count, whatever the scheduler is to use; from then on
-    Megatron knows the groups by their rates, and finds none. Groups of a kind that have several
-    rates are left alone.
+    Before 0.19 the rates of the checkpoint count, whatever schedule is requested. Since 0.19
+    Megatron identifies groups by their rates, and would not find a group with other rates. Groups
+    of one kind that have several rates are left alone.
     """
     rates: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for group, own in group_rates(optimizer):
@@ -126,14 +127,14 @@ def _keep_rates(optimizer: Any) -> _Change:
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(name) for name in _OF_A_KIND)
+    return tuple(group.get(name) for name in _KIND_KEYS)
 
 
 @contextlib.contextmanager
 def _groups_distinguished(lists: Iterable[Sequence[Mapping[str, Any]]]) -> Iterator[None]:
-    """Have Megatron identify parameter groups by their rates as well while the block runs, if
-    several of a list have the same kind, as with --decoupled-lr: before 0.19 it uses the same for
-    all of them (optimizer.py:383)."""
+    """While the block runs, have Megatron identify parameter groups by their rates as well, if
+    several groups of a list are of one kind, as with --decoupled-lr: before 0.19 it would load the
+    same group into all of them (optimizer.py:383)."""
     keys = base.param_group_identifier_keys
     if any(
         len(groups) > len({tuple(map(group.get, keys)) for group in groups}) for groups in lists
@@ -154,7 +155,7 @@ def _changed_before_load(optimizer: Any, changes: Sequence[_Change]) -> Iterator
         parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
         for part, change in itertools.product(parts, changes):
             change(part.get("optimizer", part))
-        # The groups of role 0, which may be more than those of this role.
+        # The loaded groups are those of role 0, which may have more groups than this role.
         with _groups_distinguished(
             part.get("optimizer", part).get("param_groups", ()) for part in parts
         ):
@@ -182,8 +183,8 @@ def _missing_entries_kept(inner: Any) -> Iterator[None]:
 
 
 def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:
-    """Put back the tensors from before a failed load: it shares one step among all parameters, and
-    after the next load Adam would advance that step once per parameter."""
+    """Restore the tensors from before a failed load: the load shares one step among all parameters,
+    and after the next load Adam would advance that step once per parameter."""
     for group in adam.param_groups:
         group.pop("step", None)
         for parameter in group["params"]:
@@ -191,9 +192,9 @@ def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:
 
 
 def _restore_identity(adam: torch.optim.Optimizer, kept: _States) -> None:
-    """Move loaded values into the tensors that were there before the load.
+    """Move loaded values into the tensors from before the load.
 
-    The steps of a distributed optimizer need more. Only its groups get the loaded step:
+    The steps of a distributed optimizer need more than that. Only its groups get the loaded step:
     distrib_optimizer.py:825 makes a tensor of it that all parameters share, so that Adam would
     advance it once per parameter, and :940 then overwrites it with the step from before the load.
     """

@@ -1,19 +1,21 @@
-"""State that Transformer Engine keeps for training in FP8: captured, put back in place, reset.
+"""State that Transformer Engine keeps for training in FP8: its capture, restore and reset.
 
 With delayed scaling every module has scaling factors and histories of largest values (amax) that
-each forward and each backward pass changes, and that follow from no parameter: unique state. So has
-attention in FP8 with tensorwise scaling, for its softmax. Tensorwise, blockwise and MXFP8 scaling
-keep nothing else: their factors are computed from the current values, and caches of them are made
-again. Of this module these recipes need only :func:`reset_in_flight`.
+each forward and each backward pass changes, and that follow from no parameter: unique state. With
+tensorwise scaling, attention in FP8 has such state for its softmax. Apart from that, tensorwise,
+blockwise and MXFP8 scaling keep no state: their factors are computed from the current values, and
+caches of the factors are made again. Of this module these recipes need only
+:func:`reset_in_flight`.
 
 Transformer Engine collects the amaxes of all modules of a process in registers (its global
 buffers), in the order of the modules' first forward passes. Peers reduce a register in one
 collective, so its modules and their order are state as well: they are captured and restored.
 
-Written from the sources and never run, as it needs a GPU. The sources: Transformer Engine 2.8 to
-2.12, pytorch/quantization.py (fp8.py before 2.9), pytorch/module/base.py, pytorch/distributed.py,
-pytorch/attention/dot_product_attention/dot_product_attention.py; Megatron-core 0.16.1,
-core/fp8_utils.py. Transformer Engine is not imported: objects are known by their attributes.
+This module was written from the sources and has never run, as it needs a GPU. The sources are
+Transformer Engine 2.8 to 2.12, pytorch/quantization.py (fp8.py before 2.9), pytorch/module/base.py,
+pytorch/distributed.py, pytorch/attention/dot_product_attention/dot_product_attention.py;
+Megatron-core 0.16.1, core/fp8_utils.py. Transformer Engine is not imported: objects are recognised
+by their attributes.
 """
 
 from __future__ import annotations
@@ -53,14 +55,15 @@ _OUTSIDE = {
 _PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "DotProductAttention": 3}
 
 _Modules = list[tuple[str, Any]]
+# The modules whose FP8 state exists.
 _initialised: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def capture(loop: MegatronLoop) -> dict[str, Any]:
     """Return the extras of FP8: a tensor for each dtype, so that few copies are enough.
 
-    The first call creates what the first forward pass would create, so extras have their final size
-    from the start, and a process that has computed nothing yet has tensors to restore into.
+    The first call creates the state that the first forward pass would create. So extras have their
+    final size from the start, and a process without a forward pass has tensors to restore into.
     """
     modules = _quantising(loop)
     if not modules:
@@ -94,8 +97,8 @@ def reset_in_flight(model_chunks: Sequence[Any]) -> None:
     """Clear the remains of an interrupted step, and the caches of its weights.
 
     Stale entries of an interrupted recomputation would be taken for those of the next
-    recomputation: no error, but scaling factors of another micro-batch, and other counts of
-    reductions.
+    recomputation. Without an error, it would use scaling factors of another micro-batch, and reduce
+    another number of times.
     """
     modules = _modules(model_chunks if _initialised else ())
     if not any(module in _initialised for _, module in modules):
@@ -110,7 +113,7 @@ def reset_in_flight(model_chunks: Sequence[Any]) -> None:
     recomputing._FP8_ACTIVATION_RECOMPUTE_ENABLED = False
     recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE = False
     recomputing.activation_recompute_forward._is_first_fp8_module.clear()
-    # This drops the registrations of a model that the process has had before.
+    # This also drops the registrations of a model that the process had before.
     _register(modules, _order(modules))
     for _, module in modules:
         module._fp8_workspaces.clear()
@@ -202,7 +205,7 @@ def _manager() -> Any:
 
 def _order(modules: _Modules) -> list[int]:
     """Return the numbers of the registered modules, in the order of their registration."""
-    # A module enters the registers of both directions at once, the forward one first.
+    # A module enters the registers of both directions at once, the forward register first.
     keys = {key: number for number, key in enumerate(_manager().global_amax_buffer)}
     places = [
         (keys[place[1]], place[0], number)

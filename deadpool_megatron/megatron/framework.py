@@ -61,7 +61,7 @@ class MegatronFramework(Framework):
         loop_extras.restore(self._loop, values)
 
     def restore_last(self, values: dict[str, Any]) -> None:
-        """See :class:`Framework`: loss sums as well."""
+        """See :class:`Framework`. Loss sums are restored here as well."""
         loop_extras.restore_last(values)
 
     def restore_passing(self, values: dict[str, Any]) -> None:
@@ -94,10 +94,10 @@ class MegatronFramework(Framework):
 
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
         """See :class:`Framework`."""
-        found = loop_extras.other_schedule(self._loop, values)
+        text = loop_extras.schedule_difference(self._loop, values)
         is_overridden = loop_extras.overrides_schedule(self._loop.scheduler)
         flag = "--override-opt-param-scheduler"
-        return ScheduleDifference(found, flag, is_overridden) if found else None
+        return ScheduleDifference(text, flag, is_overridden) if text else None
 
     def large_frozen_weights(self) -> Sequence[tuple[str, Tensor]]:
         """See :class:`Framework`."""
@@ -107,17 +107,17 @@ class MegatronFramework(Framework):
         """See :class:`Framework`."""
         if self._loop.arguments is None:
             return Framework.sizes(self, world_size, members_per_node)
-        found = sizes_of(*self._loop.arguments, world_size, members_per_node)
+        sizes = sizes_of(*self._loop.arguments, world_size, members_per_node)
         reasons = [part.indivisible for part in self.parts]
         if optimizer.state_numbers(self._loop.optimizer):
             reasons.append("the optimizer keeps plain numbers of each parameter")
-        if found.grid.ep > 1 and core.__version__.startswith("0.16."):
+        if sizes.grid.ep > 1 and core.__version__.startswith("0.16."):
             reasons.append("Megatron-LM 0.16 saves random states of experts by data-parallel rank")
         if optimizer.saves_by_parameter(self._loop.arguments[0]):
             reasons.append(
                 "--dist-ckpt-optim-fully-reshardable loses state where buckets are padded"
             )
-        return found.fixed(next(filter(None, reasons), ""))
+        return sizes.fixed(next(filter(None, reasons), ""))
 
     def template(self, layout: RoleLayout) -> StateTemplate:
         """See :class:`Framework`."""

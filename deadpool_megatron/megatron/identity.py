@@ -1,9 +1,10 @@
-"""The identity of a role's state: the meaning of its bytes, and a hash of all of it.
+"""The identity of a role's state: the meaning of its bytes, and a hash of the whole state.
 
 The layout of a role's generations names the parameters of the model and their cut; the member sends
 it to the vaults when a role is built or a model takes another role in place. Names are those of the
-whole model: each layer has the same name in any distribution over stages. The hash covers
-everything that the training of a rank depends on: the oracle of exactness.
+whole model: each layer has the same name in any distribution over stages. The hash covers all state
+on which the training of a rank depends. By it a recovered run is compared with a run that had no
+failure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part
 
 _EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
-_OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
+_DENSE = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
 
 
 def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
@@ -35,12 +36,12 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     model = meaning_of(loop.model_arguments())
     for inner, part in zip(optimizer.inner_optimizers(loop.optimizer), parts, strict=True):
-        kept = [*_contents(inner, names)]
-        text = "\n".join((part.meaning, model, *starmap(_described, kept)))
+        contents = [*_contents(inner, names)]
+        text = "\n".join((part.meaning, model, *starmap(_description, contents)))
         part.meaning = hashlib.sha256(text.encode()).hexdigest()
         try:
-            of_model = hashlib.sha256(model.encode()).hexdigest()[:8]
-            runs = [_run(part, f"{of_model}|{key}", start, states) for key, start, states in kept]
+            digest = hashlib.sha256(model.encode()).hexdigest()[:8]
+            runs = [_run(part, f"{digest}|{key}", start, states) for key, start, states in contents]
         except (UnsupportedState, KeyError) as reason:
             part.indivisible = str(reason)
         else:
@@ -48,8 +49,8 @@ def identify(loop: MegatronLoop, parts: Sequence[Part]) -> None:
 
 
 def _run(part: Part, key: str, start: int, kept: dict[str, Tensor]) -> Run:
-    """Return the places of a parameter's state. Raises UnsupportedState for state that is neither
-    one value for each element nor one for all, such as the scaling factors of a part of it."""
+    """Return the places of a parameter's state. Raises UnsupportedState for state that has neither
+    a value for each element nor a single value, such as scaling factors of blocks."""
     states, count = dict[str, tuple[int, int, int]](), kept[""].numel()
     for name, tensor in kept.items() if count else ():
         is_each = tensor.shape == kept[""].shape
@@ -60,7 +61,7 @@ def _run(part: Part, key: str, start: int, kept: dict[str, Tensor]) -> Run:
     return Run(key, start, count, states)
 
 
-def _described(key: str, start: int, kept: dict[str, Tensor]) -> str:
+def _description(key: str, start: int, kept: dict[str, Tensor]) -> str:
     states = [f"{name}:{tensor.dtype}:{tuple(tensor.shape)}" for name, tensor in kept.items()]
     return f"{key}|{start}|{states}"
 
@@ -81,10 +82,10 @@ def _contents(inner: Any, names: dict[int, str]) -> Iterator[tuple[str, int, dic
 
 
 def _slice(name: str, parameter: Tensor) -> str:
-    """Return a parameter and its slice of the whole model: experts have groups of their own. It
-    has no data-parallel rank, as replicas have equal slices."""
+    """Return a text for a parameter and its slice of the whole model; experts have groups of their
+    own. The text has no data-parallel rank, since replicas have equal slices."""
     is_dense = getattr(parameter, "allreduce", True)
-    ranks = [_rank(group) for group in (_OTHERS[:1] if is_dense else _EXPERTS)]
+    ranks = [_rank(group) for group in (_DENSE[:1] if is_dense else _EXPERTS)]
     return f"{name}|{tuple(parameter.shape)}|{ranks}"
 
 
@@ -95,9 +96,9 @@ def _rank(name: str) -> str:
 
 
 def role_meaning(loop: MegatronLoop) -> str:
-    """Return which role of which model ``loop`` was built for."""
+    """Return a text that names the role and the model for which ``loop`` was built."""
     facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
-    facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
+    facts |= {f"{name}_rank": _rank(name) for name in (*_DENSE, *_EXPERTS)}
     facts["layers"] = "+".join(_layers(chunk) for chunk in loop.model_chunks)
     frozen = [
         f"{_slice(name, parameter)}|{parameter.dtype}"
@@ -109,7 +110,8 @@ def role_meaning(loop: MegatronLoop) -> str:
 
 
 def _layers(chunk: torch.nn.Module) -> str:
-    """Return the numbers that a chunk's layers have in the whole model, runs as first and last."""
+    """Return the numbers that a chunk's layers have in the whole model: of each run of consecutive
+    numbers, the first and the last."""
     runs: list[list[int]] = []
     for number in (layer_number(name, module) for name, module in chunk.named_modules()):
         if number is not None and runs and runs[-1][-1] == number - 1:
@@ -126,23 +128,24 @@ def state_hash(loop: MegatronLoop) -> str:
     and group values, loss scalers, FP8 scaling factors and histories, all random generators, the
     schedule and the counters.
 
-    With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
-    all ranks first.
+    With ``--overlap-param-gather`` parameters are current only after a forced gather, which all
+    ranks have to make before.
     """
     return state_digest(state_entries(loop))
 
 
 def entry_digests(loop: MegatronLoop) -> dict[str, str]:
-    """Return entry -> short digest, of this rank's state but weights and optimizer state."""
-    return short_digests(_numbers(loop))
+    """Return name -> short digest of each entry of this rank's state, except weights and optimizer
+    state."""
+    return short_digests(_small_entries(loop))
 
 
 def state_entries(loop: MegatronLoop) -> Iterator[Entry]:
-    yield from _weights(loop)
-    yield from _numbers(loop)
+    yield from _large_entries(loop)
+    yield from _small_entries(loop)
 
 
-def _weights(loop: MegatronLoop) -> Iterator[Entry]:
+def _large_entries(loop: MegatronLoop) -> Iterator[Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
             raw = optimizer.raw_tensors(parameter)
@@ -160,7 +163,7 @@ def _weights(loop: MegatronLoop) -> Iterator[Entry]:
         yield from _optimizer_entries(f"optimizer.{number}", part)
 
 
-def _numbers(loop: MegatronLoop) -> Iterator[Entry]:
+def _small_entries(loop: MegatronLoop) -> Iterator[Entry]:
     for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         values = sorted(scaler.state_dict().items())
         yield name, repr([(key, float(value)) for key, value in values])

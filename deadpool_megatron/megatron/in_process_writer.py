@@ -1,8 +1,8 @@
 """Writes torch_dist checkpoints inside the training process.
 
-Megatron forks processes that write, and spawns another that carries their results. On a machine
-that forks its training processes the spawned process would import the training script again,
-without the stand-ins; and forked children hold every socket of the rank open beyond its death,
+Megatron forks processes that write, and spawns another process that carries their results. On a
+machine that forks its training processes, the spawned process would import the training script
+again, without the stand-ins. Forked children hold every socket of the rank open beyond its death,
 which hides the death from its peers. A rank that dies while it writes leaves a folder that no
 tracker names.
 """
@@ -29,9 +29,10 @@ def write_files(
     buckets: Sequence[_Bucket],
     results: queue.Queue[dict[int, Any] | Exception],
 ) -> None:
-    """Write the files of one rank, one after the other; puts results by file, or the first error.
+    """Write the files of a rank in turn. Put into ``results`` the results by file, or the first
+    error.
 
-    Takes the place of FileSystemWriterAsync.write_preloaded_data_multiproc, or _multithread.
+    Replaces FileSystemWriterAsync.write_preloaded_data_multiproc, or _multithread.
     """
     writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async").FileSystemWriterAsync
     written: dict[int, Any] = {}
@@ -51,23 +52,23 @@ def write_files(
 
 
 def install() -> None:
-    """Have Megatron save so on its own; megatron.core must have been imported."""
+    """Have Megatron save in this way; megatron.core must have been imported."""
     files: Any = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
-    # filesystem_async.py:54 starts the process for results; a queue for each save does here.
+    # filesystem_async.py:54 starts the process for results; here a queue for each save suffices.
     _replace(files, _new_queue, "_get_write_results_queue", "get_write_results_queue")
     if not files.HAVE_PSUTIL:
-        # It only logs how much memory writing took, but refuses to write when it cannot.
+        # Megatron only logs how much memory writing took, but refuses to write when it cannot.
         files._process_memory = int
     # filesystem_async.py:222 forks a process for each file; from 0.17 on these are threads.
     writer, write = files.FileSystemWriterAsync, staticmethod(write_files)
     _replace(writer, write, "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-    # async_utils.py:183 forks one for --async-save.
+    # async_utils.py:183 forks a process for --async-save.
     calls = importlib.import_module(f"{_STRATEGIES}.async_utils")
     calls.TemporalAsyncCaller.schedule_async_call = _schedule
-    # async_utils.py:266 spawns a lasting one for --use-persistent-ckpt-worker, without which
+    # async_utils.py:266 spawns a lasting process for --use-persistent-ckpt-worker, without which
     # arguments.py:1138 switches --async-save off.
     calls.AsyncCallsQueue._get_async_caller = lambda _queue: calls.TemporalAsyncCaller()
-    # From 0.17 on it is spawned when groups are made (training/async_utils.py:53).
+    # From 0.17 on this process is spawned when groups are made (training/async_utils.py:53).
     calls.AsyncCallsQueue.warmup_persistent_caller = lambda *_args, **_options: None
 
 
@@ -76,7 +77,7 @@ def _new_queue(mp_mode: str = "") -> queue.Queue[Any]:  # noqa: ARG001
 
 
 def _replace(place: Any, replacement: object, *names: str) -> None:
-    """Replace that attribute among ``names`` which this version has."""
+    """Replace the only attribute among ``names`` that this version has."""
     (name,) = (name for name in names if hasattr(place, name))
     setattr(place, name, replacement)
 
@@ -90,19 +91,19 @@ class _Writer(threading.Thread):
 
 
 def _schedule(caller: Any, request: Any) -> None:
-    """Do as TemporalAsyncCaller.schedule_async_call, with a thread in place of a process."""
+    """Do the work of TemporalAsyncCaller.schedule_async_call, with a thread for the process."""
     if request.async_fn is None:
         return
     arguments = list(request.async_fn_args)
     if request.preload_fn:
-        arguments[1] = _copied(request.preload_fn())
+        arguments[1] = _copies(request.preload_fn())
     caller.start_time = time.time()
     write = functools.partial(request.async_fn, *arguments, **request.async_fn_kwargs)
     caller.process = _Writer(target=write, name="deadpool-checkpoint", daemon=True)
     caller.process.start()
 
 
-def _copied(buckets: Sequence[_Bucket]) -> list[_Bucket]:
+def _copies(buckets: Sequence[_Bucket]) -> list[_Bucket]:
     """Return copies of the buckets: training still changes the tensors of the model."""
     return [
         (path, name, (data, [(item, tensor.clone()) for item, tensor in tensors]))

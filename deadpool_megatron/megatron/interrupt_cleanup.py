@@ -1,9 +1,10 @@
-"""Remains of an interrupted step in Megatron: a table of state, place and consequence.
+"""Removes the remains of an interrupted step from Megatron's objects: a function for each kind.
 
-:meth:`InterruptCleanup.forget` clears them before each restore. Two remains are dropped earlier, as
-soon as nothing can write any more: the frames of the exception (``member/session.py``), and the
-list that c10d's coalescing manager leaves on a group (``comms/communicators.py``). A program resets
-its own remains, such as iterators, in ``ProtectedLoop.reset_after_interrupt``.
+:meth:`InterruptCleanup.forget` calls all functions before each restore. Two remains are dropped
+earlier, as soon as no operation can write any more: the frames of the exception
+(``member/session.py``), and the list that c10d's coalescing manager leaves on a group
+(``comms/communicators.py``). A program resets its own remains, such as iterators, in
+``ProtectedLoop.reset_after_interrupt``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from deadpool_megatron.megatron.loop import MegatronLoop, model_config
 from deadpool_megatron.megatron.optimizer import inner_optimizers
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
-# Values that an overlapped pass of shared experts passes between its parts.
+# Values that an overlapped pass of shared experts hands from part to part.
 _PARTS_OF_SHARED_EXPERTS = (
     "cached_fc1_input",
     "cached_fc2_input",
     "cached_fc2_output",
     "cached_output",
 )
-# In a model's config, in the order in which get_cpu_offload_context() takes them; 0.16 without the
-# last.
+# Fields of a model's config, in the order in which get_cpu_offload_context() takes them. In 0.16 it
+# does not take the last.
 OFFLOADING = (
     "cpu_offloading",
     "cpu_offloading_num_layers",
@@ -43,7 +44,7 @@ OFFLOADING = (
 
 
 class InterruptCleanup:
-    """The intact state of a loop that was just built: :meth:`forget` puts it back."""
+    """The intact state of a loop that was just built: :meth:`forget` restores it."""
 
     def __init__(self, loop: MegatronLoop) -> None:
         self.loop = loop
@@ -52,8 +53,8 @@ class InterruptCleanup:
         self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
         self.rerun_mode = None if machine is None else machine.get_mode()
         self.never_trained = [module for module in self.modules() if not module.training]
-        # The choice of offloaded activations decides about strides, and strides about last bits: a
-        # step that learns what to offload, as after an interrupt, has to equal all others.
+        # Which activations are offloaded affects strides, and strides affect the last bits. A step
+        # that learns which to offload, as after an interrupt, has to compute like all other steps.
         handler: Any = fine_grained_activation_offload.ChunkOffloadHandler
         handler.should_bulk_offload = lambda *_: True
 
@@ -63,63 +64,66 @@ class InterruptCleanup:
             yield from chunk.modules()
 
     def forget(self) -> None:
-        """Clear all remains, without communication. Main thread, when nothing can write."""
-        for row in TABLE:
-            row(self)
+        """Clear all remains, without communication. Main thread, when no operation can write."""
+        for clear in TABLE:
+            clear(self)
 
 
 def gather_buffers(_: InterruptCleanup) -> None:
-    """Gathered activations, in parallel_state's global memory buffer: an abandoned operation may
-    have half-written them."""
+    """Drop gathered activations from parallel_state's global memory buffer: an abandoned operation
+    may have half-written them."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
-def schedule(left: InterruptCleanup) -> None:
-    """Functions of the schedule, in the config of the model: the interleaved schedule replaces them
-    and puts them back only when no exception passes."""
-    config = model_config(left.loop)
-    for name, function in left.functions.items():
+def schedule(intact: InterruptCleanup) -> None:
+    """Restore the schedule's functions in the config of the model: the interleaved schedule
+    replaces them, and restores them only when no exception passes."""
+    config = model_config(intact.loop)
+    for name, function in intact.functions.items():
         setattr(config, name, function)
 
 
 def virtual_stage(_: InterruptCleanup) -> None:
-    """The virtual stage, in parallel_state: the next step would begin in the middle of the
+    """Reset the virtual stage in parallel_state: the next step would begin in the middle of the
     model."""
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
 
-def timers(left: InterruptCleanup) -> None:
-    """Started timers, in the configs of model and optimizers: they cannot be started again."""
-    # An evaluation takes them out of the config of the model.
-    inner = (getattr(each, "config", None) for each in inner_optimizers(left.loop.optimizer))
-    for config in (model_config(left.loop), *inner):
+def timers(intact: InterruptCleanup) -> None:
+    """Reset started timers in the configs of model and optimizers: they could not be started
+    again."""
+    # An evaluation removes the timers from the config of the model.
+    inner = (getattr(each, "config", None) for each in inner_optimizers(intact.loop.optimizer))
+    for config in (model_config(intact.loop), *inner):
         for timer in getattr(getattr(config, "timers", None), "_timers", {}).values():
             if timer._started:
                 timer.reset()
 
 
-def rerun(left: InterruptCleanup) -> None:
-    """A run in the middle, and the mode of an evaluation, in the rerun state machine: it would take
-    the next run for done, an update without any forward and backward pass."""
+def rerun(intact: InterruptCleanup) -> None:
+    """Reset the rerun state machine, which may be in a run or in the mode of an evaluation: it
+    would take the next run for done, and the update would come without a forward and backward
+    pass."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
-        machine.set_mode(left.rerun_mode)
+        machine.set_mode(intact.rerun_mode)
 
 
-def logits(left: InterruptCleanup) -> None:
-    """Largest logits, of attention modules: they would be logged as those of the next step."""
-    for module in left.modules():
+def logits(intact: InterruptCleanup) -> None:
+    """Drop the largest logits of attention modules: they would be logged as those of the next
+    step."""
+    for module in intact.modules():
         if getattr(module, "current_max_attn_logits", None) is not None:
             module.current_max_attn_logits = None
 
 
-def buckets(left: InterruptCleanup) -> None:
-    """Handles, ready counts, the order of the first batch, in bucket groups of the chunks and of
-    the distributed optimizers: a new process reduces at the end of its first backward pass, later
-    during the pass, and all roles must do so in the same order."""
-    for bucket_group in bucket_groups(left.loop):
+def buckets(intact: InterruptCleanup) -> None:
+    """Reset the bucket groups of the chunks and of the distributed optimizers: handles, counts of
+    ready parameters, and the order of the first batch. A new process reduces at the end of its
+    first backward pass, and during later passes; all roles must reduce in the same order."""
+    for bucket_group in bucket_groups(intact.loop):
         bucket_group.grad_reduce_handle = None
         if hasattr(bucket_group, "grad_reduce_finished"):  # since 0.18
             bucket_group.grad_reduce_finished = False
@@ -131,48 +135,51 @@ def buckets(left: InterruptCleanup) -> None:
         bucket_group.is_last_microbatch = True
 
 
-def groups_of_norms(left: InterruptCleanup) -> None:
-    """The list of groups that have gradient norms, in the optimizers: a new process gathers it from
-    all roles in its first step, and others would not take part."""
-    for optimizer in (left.loop.optimizer, *inner_optimizers(left.loop.optimizer)):
+def groups_of_norms(intact: InterruptCleanup) -> None:
+    """Drop the optimizers' lists of groups that have gradient norms: a new process gathers its list
+    from all roles in its first step, and roles with a list would not take part."""
+    for optimizer in (intact.loop.optimizer, *inner_optimizers(intact.loop.optimizer)):
         if hasattr(optimizer, "_has_grad_norm_group_cache"):  # since 0.19
             optimizer._has_grad_norm_group_cache = None
 
 
-def gathers_ahead(left: InterruptCleanup) -> None:
-    """Gathers ahead of the forward pass, forward pre-hooks of the chunks: loops take them off for
-    an evaluation or a save, and put them on at its end."""
-    for chunk, gathers_ahead in zip(left.loop.model_chunks, left.gathers_ahead, strict=True):
+def gathers_ahead(intact: InterruptCleanup) -> None:
+    """Enable the chunks' forward pre-hooks, which gather parameters ahead of the forward pass:
+    loops remove the hooks for an evaluation or a save, and add them again at its end."""
+    for chunk, gathers_ahead in zip(intact.loop.model_chunks, intact.gathers_ahead, strict=True):
         if gathers_ahead and not _forward_hooks(chunk):
             chunk.enable_forward_pre_hook()
 
 
-def gradients(left: InterruptCleanup) -> None:
-    """Gradients, in buffers of the chunks and of parameters: they would be added to."""
-    for chunk in left.loop.model_chunks:
+def gradients(intact: InterruptCleanup) -> None:
+    """Zero the gradients in buffers of the chunks and of parameters: the next step would add to
+    them."""
+    for chunk in intact.loop.model_chunks:
         chunk.zero_grad_buffer()
         chunk.force_all_reduce = False
-    left.loop.optimizer.zero_grad()
+    intact.loop.optimizer.zero_grad()
 
 
-def training_mode(left: InterruptCleanup) -> None:
-    """The evaluation mode of modules: dropout would be off, but a frozen teacher is built
-    without."""
-    for chunk in left.loop.model_chunks:
+def training_mode(intact: InterruptCleanup) -> None:
+    """Leave the evaluation mode, in which dropout is off, in all modules except those that were
+    built in it, such as a frozen teacher."""
+    for chunk in intact.loop.model_chunks:
         chunk.train()
-    for module in left.never_trained:
+    for module in intact.never_trained:
         module.training = False
 
 
-def fp8_state(left: InterruptCleanup) -> None:
-    """Depth of regions, recomputations and cached weights, in Transformer Engine's process-wide FP8
-    state: scaling factors of another micro-batch, and other numbers of reductions."""
-    fp8.reset_in_flight(left.loop.model_chunks)
+def fp8_state(intact: InterruptCleanup) -> None:
+    """Reset the depth of regions, recomputations and cached weights in Transformer Engine's
+    process-wide FP8 state: the next step would use scaling factors of another micro-batch, and
+    reduce another number of times."""
+    fp8.reset_in_flight(intact.loop.model_chunks)
 
 
-def shared_experts(left: InterruptCleanup) -> None:
-    """Half of an overlapped pass, in shared experts: the next pass may not begin before its end."""
-    for module in left.modules():
+def shared_experts(intact: InterruptCleanup) -> None:
+    """Drop half of an overlapped pass from shared experts: the next pass may not begin before its
+    end."""
+    for module in intact.modules():
         if hasattr(module, _PARTS_OF_SHARED_EXPERTS[0]):
             for name in _PARTS_OF_SHARED_EXPERTS:
                 setattr(module, name, None)
@@ -180,36 +187,37 @@ def shared_experts(left: InterruptCleanup) -> None:
                 module._overlap_state = type(module._overlap_state).IDLE
 
 
-def embedding_gradients(left: InterruptCleanup) -> None:
-    """Activations and gradients that wait for the end of the pipeline's backward passes, in the
-    last stage: schedules empty only the first list, so that the pairs would be others."""
-    for module in left.modules():
+def embedding_gradients(intact: InterruptCleanup) -> None:
+    """Drop the activations and gradients that wait, in the last stage, for the end of the
+    pipeline's backward passes: schedules empty only the list of activations, so the next step would
+    make wrong pairs."""
+    for module in intact.modules():
         for name in ("embedding_activation_buffer", "grad_output_buffer"):
             if waiting := getattr(module, name, None):
                 waiting.clear()
 
 
-def delayed_gradients(left: InterruptCleanup) -> None:
-    """The same of a layer's weights, in queues of Transformer Engine's modules: the next pass would
-    take the oldest for its own."""
-    for module in left.modules():
+def delayed_gradients(intact: InterruptCleanup) -> None:
+    """Drop delayed gradients of weights from queues of Transformer Engine's modules: the next pass
+    would take the oldest for its own."""
+    for module in intact.modules():
         waiting = getattr(getattr(module, "wgrad_store", None), "context", None)
         if waiting is not None:
             waiting.queue.clear()
 
 
 def offloaded_activations(_: InterruptCleanup) -> None:
-    """Chunks, groups and copies under way, in the process-wide manager of offloaded activations:
-    the next step would begin in the middle. A new manager learns again what to offload, and all
-    roles exchange that, so all must begin alike."""
+    """Drop the process-wide manager of offloaded activations, with chunks, groups and copies under
+    way: the next step would begin in the middle. A new manager learns again what to offload, and
+    all roles exchange that, so all roles must have a new manager."""
     fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-def offloaded_layers(left: InterruptCleanup) -> None:
-    """The next layer, in Transformer Engine's context of offloaded layers, which each block has: it
-    would be another layer."""
+def offloaded_layers(intact: InterruptCleanup) -> None:
+    """Make Transformer Engine's context of offloaded layers again in each block: its next layer
+    would be a wrong layer."""
     make = transformer_block.get_cpu_offload_context
-    for block in left.modules():
+    for block in intact.modules():
         if isinstance(block, transformer_block.TransformerBlock) and block.config.cpu_offloading:
             count = len(inspect.signature(make).parameters)
             context, commit = make(*(getattr(block.config, name) for name in OFFLOADING[:count]))
@@ -218,15 +226,15 @@ def offloaded_layers(left: InterruptCleanup) -> None:
 
 
 def expert_buffers(_: InterruptCleanup) -> None:
-    """Memory that peers write into, of DeepEP and Hybrid-EP, process-wide: it is kept by the group,
-    which outlives the peers."""
+    """Drop the process-wide memory of DeepEP and Hybrid-EP, into which peers write: these libraries
+    keep it for a group, which outlives the peers."""
     fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
 
 
-def captured_graphs(left: InterruptCleanup) -> None:
-    """Graphs that Transformer Engine has captured, on layers: they hold communicators. train()
-    captures them again after its first steps, on all roles alike."""
-    for module in left.modules():
+def captured_graphs(intact: InterruptCleanup) -> None:
+    """Drop the graphs that Transformer Engine has captured on layers: they hold communicators.
+    train() captures them again after its first steps, on all roles alike."""
+    for module in intact.modules():
         for graph in getattr(module, "cuda_graphs", ()):
             if hasattr(graph, "reset"):  # since Transformer Engine 2.10
                 graph.reset()
@@ -234,7 +242,7 @@ def captured_graphs(left: InterruptCleanup) -> None:
             module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
 
 
-# A row each: the remains, their place, and the consequence.
+# Each docstring names the remains, their place, and what they would cause.
 TABLE = (
     gather_buffers,
     schedule,
@@ -259,7 +267,7 @@ TABLE = (
 
 
 def bucket_groups(loop: MegatronLoop) -> Iterator[Any]:
-    """Yield those of the DDP chunks, and their twins in the distributed optimizers."""
+    """Yield the bucket groups of the DDP chunks, and their twins in the distributed optimizers."""
     for chunk in loop.model_chunks:
         yield from chunk.bucket_groups
         yield from chunk.expert_parallel_bucket_groups

@@ -1,4 +1,4 @@
-"""A loop on Megatron: its objects, the names of its parameters, and what a save would write."""
+"""A loop on Megatron: its objects, the names of its parameters, and the content of a save."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deadpool_megatron.state.template import TemplateError
 # Megatron's function that runs the passes of an iteration; called with keywords.
 ForwardBackward = Callable[..., Any]
 
-# Fields of Megatron's configuration that give the same bytes another meaning: those that its own
+# Fields of Megatron's configuration that give the same bytes another meaning: those that Megatron's
 # load of a checkpoint compares, and the kinds of norm and of feed-forward layer.
-_OF_THE_MODEL = (
+_MODEL_FIELDS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -29,22 +29,23 @@ _OF_THE_MODEL = (
 class MegatronLoop(ProtectedLoop):
     """A loop with Megatron's model chunks, optimizer and scheduler.
 
-    ``f`` is Megatron's function that runs the passes of an iteration. Where the loop would call it,
-    it calls ``around_passes(f)`` instead, so that others can wrap the passes.
+    ``f`` is Megatron's function that runs the passes of an iteration. Where the loop would call
+    ``f``, it calls ``around_passes(f)`` instead, so that an audit can wrap the passes.
     """
 
     around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
         lambda passes: passes
     )
-    #: Megatron's arguments, and those that the user has given
+    #: Megatron's arguments, and those that the command line names
     arguments: tuple[Any, Any] | None = None
     model_chunks: list[Any]
     optimizer: Any
     scheduler: Any
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield every parameter of this role with its name in the whole model, however that is cut:
-        layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
+        """Yield every parameter of this role with its name in the whole model, which does not
+        depend on the cut: layers have the numbers that Megatron gives them, from 0 as in
+        checkpoints."""
         for chunk in self.model_chunks:
             names = {"": ""}
             for path, module in chunk.named_modules(remove_duplicate=False):
@@ -58,15 +59,15 @@ class MegatronLoop(ProtectedLoop):
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments that give parameters of the same names and shapes another meaning:
-        a state with another value belongs to another model."""
+        a state with other values belongs to another model."""
         config = model_config(self)
-        return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
+        return {name: getattr(config, name) for name in _MODEL_FIELDS if hasattr(config, name)}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state that a save would write, in the form that ``dist_checkpointing.save``
         accepts, without communication and without copies of tensors. The key ``optimizer`` has the
-        result of the optimizer's ``sharded_state_dict``. Other values that an iteration changes are
-        replaced by marks (:mod:`deadpool_megatron.state.template`). Raises TemplateError where
+        result of the optimizer's ``sharded_state_dict``. Marks take the place of other values that
+        an iteration changes (:mod:`deadpool_megatron.state.template`). Raises TemplateError where
         there is no such checkpoint.
         """
         raise TemplateError("the program does not say what its checkpoints hold")

@@ -1,15 +1,15 @@
-"""Megatron's extras: everything an iteration changes that is not in a shard part (traps, A4).
+"""Megatron's extras: all state that an iteration changes and no shard part holds.
 
-Some of it lies neither in buffers nor in what Megatron saves:
+Some of this state lies neither in buffers nor in Megatron's checkpoints:
 
-* plain attributes: ``current_max_attn_logits`` of attention (transformer_engine.py,
-  ``TEDotProductAttention``): an evaluation adds to it, and the next step logs it
-  (optimizer/qk_clip.py); the counts and largest values by which the rerun machine finds a spike
-  (rerun_state_machine.py, ``is_unexpectedly_large``)
-* process-wide sums of losses that are only logged. Those of the experts lie in a dictionary up to
-  megatron-core 0.17 and in a ``MoEMetricsTracker`` since; those of multi-token prediction in a
-  dictionary, with other keys since 0.19. Either way an entry has tensors, and the groups over which
-  they are summed when they are logged.
+* Plain attributes. An evaluation adds to ``current_max_attn_logits`` of attention
+  (transformer_engine.py, ``TEDotProductAttention``), and the next step logs it
+  (optimizer/qk_clip.py). The rerun machine finds a spike by counts and largest values
+  (rerun_state_machine.py, ``is_unexpectedly_large``).
+* Process-wide sums of losses that are only logged. The sums of experts lie in a dictionary up to
+  megatron-core 0.17, and in a ``MoEMetricsTracker`` since; those of multi-token prediction lie in a
+  dictionary, with other keys since 0.19. In all cases an entry has tensors, and the groups over
+  which they are summed when they are logged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError:  # before 0.18
 
 _LOGITS = "current_max_attn_logits"
 
-# Losses that are only logged: names among the extras, and fields of an entry of Megatron's.
+# Losses that are only logged: names among the extras, and fields of Megatron's entries.
 _SUMS = "loss_sums"
 _SUM_GROUPS = ("reduce_group", "avg_group")
 _SWITCHES = ("reduce_group_has_dp", "needs_dp_avg")
@@ -86,7 +86,7 @@ def tracked_random_states() -> dict[str, Tensor]:
 
 
 def restore(loop: MegatronLoop, values: dict[str, Any]) -> None:
-    """Put extras back in place, except what :func:`restore_last` does.
+    """Restore extras in place, except those of :func:`restore_last`.
 
     Raises ExtrasError if the loop has other buffers, or of other shapes, than the captured loop.
     """
@@ -95,20 +95,20 @@ def restore(loop: MegatronLoop, values: dict[str, Any]) -> None:
     loop.counters.update(values["counters"])
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
-    # Set, as load_state_dict adds the steps to the live value.
-    rates, is_commands = optimizer.group_rates(loop.optimizer), overrides_schedule(loop.scheduler)
+    # Steps are set directly, since load_state_dict would add them to the live value.
+    rates, is_overridden = optimizer.group_rates(loop.optimizer), overrides_schedule(loop.scheduler)
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
         vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
     optimizer.restore_param_group_values(loop.optimizer, values["param_groups"])
-    if is_commands:
+    if is_overridden:
         for group, own in rates:
             group.update(own)
         loop.scheduler.step(increment=0)
     optimizer.restore_state_numbers(loop.optimizer, values["state_numbers"])
     for name, scaler in optimizer.loss_scalers(loop.optimizer).items():
         if state := values["scalers"].get(name):
-            # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
+            # The scaler may keep the decoded tensors (on the CPU it does): no other code has them.
             scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
     _restore_buffers(loop, values)
@@ -138,7 +138,8 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(values: dict[str, Any]) -> None:
-    """Inverse of :func:`random_states`. A tracker's generators stay: others refer to them."""
+    """Inverse of :func:`random_states`. A tracker keeps its generators: other objects refer to
+    them."""
     states, tracker = dict(values["random.tracker"]), tensor_parallel.get_cuda_rng_tracker()
     for name, live in tracker.get_states().items():
         if isinstance(live, torch.Generator) and name in states:
@@ -150,37 +151,38 @@ def set_random_states(values: dict[str, Any]) -> None:
 
 
 def restore_last(values: dict[str, Any]) -> None:
-    """Put back the state that a rebuild of the data loaders may touch: loss sums, random states."""
+    """Restore the state that a rebuild of the data loaders may change: loss sums, random states."""
     restore_loss_sums(values)
     set_random_states(values)
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """Return what Megatron's scheduler goes by, and its count of steps; empty of any other.
+    """Return the settings of Megatron's scheduler, and its count of steps; empty for any other
+    scheduler.
 
-    With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
-    that takes a role over later has loaded none.
+    With --use-checkpoint-opt-param-scheduler a load takes the settings from the checkpoint, while a
+    process that takes over a role later loads no checkpoint.
     """
     is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
     return scheduler.state_dict() if is_megatrons else {}
 
 
 def overrides_schedule(scheduler: Any) -> bool:
-    """Return whether the schedule of the command line counts, not that of the state, as with
+    """Return whether the schedule of the command line counts instead of that of the state, as with
     --override-opt-param-scheduler."""
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 
-def other_schedule(loop: MegatronLoop, values: dict[str, Any]) -> str:
+def schedule_difference(loop: MegatronLoop, values: dict[str, Any]) -> str:
     """Return the first difference between the schedules of the state and of the command line, as
     Megatron's load compares them; empty if there is none, or if the state's is requested."""
     own, kept = _schedule(loop.scheduler), values["schedule"]
     if not own or loop.scheduler.use_checkpoint_opt_param_scheduler:
         return ""
-    without = {"num_steps"}
-    without |= {"lr_decay_steps"} if own["lr_decay_style"] == "constant" else set()
-    without |= {"wd_incr_steps"} if own["wd_incr_style"] == "constant" else set()
-    found = [(name, kept[name], own[name]) for name in own if name in kept.keys() - without]
+    ignored = {"num_steps"}
+    ignored |= {"lr_decay_steps"} if own["lr_decay_style"] == "constant" else set()
+    ignored |= {"wd_incr_steps"} if own["wd_incr_style"] == "constant" else set()
+    found = [(name, kept[name], own[name]) for name in own if name in kept.keys() - ignored]
     groups = [group for inner in values["param_groups"] for group in inner]
     for (_, rates), group in zip(optimizer.group_rates(loop.optimizer), groups, strict=False):
         found += [(name, group.get(name), rate) for name, rate in rates.items()]
@@ -194,7 +196,7 @@ def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
     """Return every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen
     weights unless they are large.
 
-    Frozen parameters are in no optimizer and in no gather: nothing else would restore them.
+    Frozen parameters are in no optimizer and in no gather, so only the extras can restore them.
     """
     found: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(loop.model_chunks):
@@ -203,11 +205,11 @@ def frozen_and_buffers(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
 
 
 def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all buffers of a model chunk but tables that a module recomputes when needed.
+    """Return all buffers of a model chunk, except tables that a module recomputes when needed.
 
-    Those of YaRN follow from arguments alone, and plain attributes hold their validity
-    (yarn_rotary_pos_embedding.py, get_cached_cos_sin): tables from before the first forward pass
-    would be used in place of those of that pass, which have another length and dtype.
+    The tables of YaRN follow from arguments alone, and plain attributes show whether they are valid
+    (yarn_rotary_pos_embedding.py, get_cached_cos_sin): restored tables from before the first
+    forward pass would be used although that pass makes tables of another length and dtype.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, module in chunk.named_modules():
@@ -219,7 +221,7 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def large_frozen_weights(loop: MegatronLoop) -> list[tuple[str, Tensor]]:
-    """Return all frozen weights of the role where they are large."""
+    """Return all frozen weights of the role if they are large, or else none."""
     frozen = _frozen_weights(loop)
     return frozen if are_large(parameter for _, parameter in frozen) else []
 
@@ -266,7 +268,8 @@ def capture_attributes(loop: MegatronLoop) -> dict[str, Any]:
 
 
 def capture_logits(loop: MegatronLoop) -> dict[str, Any]:
-    """Return the largest logits, which a pass changes; audits bypass the rerun machine."""
+    """Return the largest logits, the attributes that a pass changes even if the rerun machine is
+    bypassed."""
     return {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
 
 
@@ -276,30 +279,31 @@ def restore_attributes(loop: MegatronLoop, values: dict[str, Any]) -> None:
         found = values.get(f"logits.{name}")
         setattr(module, _LOGITS, None if found is None else found.to(device))
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-    if machine is not None and (seen := values.get("rerun")) is not None:
-        machine.large_value_counts = dict(seen["counts"])
-        machine.max_values = {name: float.fromhex(text) for name, text in seen["largest"].items()}
-        machine.first_iteration_complete = seen["first_is_over"]
+    if machine is not None and (kept := values.get("rerun")) is not None:
+        machine.large_value_counts = dict(kept["counts"])
+        machine.max_values = {name: float.fromhex(text) for name, text in kept["largest"].items()}
+        machine.first_iteration_complete = kept["first_is_over"]
 
 
 def largest_logits(loop: MegatronLoop) -> Iterator[tuple[str, Tensor]]:
     """Yield the largest logits of each head, for each attention with any since the last clip."""
     for name, module, _ in _attention(loop):
         if (found := vars(module)[_LOGITS]) is not None:
-            yield name, found.detach()  # some versions keep the graph of every batch with it
+            yield name, found.detach()  # some versions keep the graph of every batch alive by it
 
 
 def _attention(loop: MegatronLoop) -> Iterator[tuple[str, torch.nn.Module, torch.device]]:
     for index, chunk in enumerate(loop.model_chunks):
         device = None
         for name, module in chunk.named_modules():
-            if _LOGITS in vars(module):  # hasattr() takes a microsecond where it is not
+            if _LOGITS in vars(module):  # hasattr() takes a microsecond to find it missing
                 device = device or next(chunk.parameters()).device
                 yield f"{index}.{name}", module, device
 
 
 def capture_loss_sums() -> dict[str, Any]:
-    """Return the sums, and the groups over which they are summed; tensors are not copied."""
+    """Return the sums of logged losses, and the groups over which they are summed; tensors are not
+    copied."""
     return {
         _SUMS: {
             name: {"sums": sums, "groups": _summed_over(entry)}
@@ -310,7 +314,7 @@ def capture_loss_sums() -> dict[str, Any]:
 
 
 def restore_loss_sums(values: dict[str, Any]) -> None:
-    """Set captured sums, create those that this process does not have, zero all others."""
+    """Set the captured sums, create those that this process lacks, and zero all other sums."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, kept in values[_SUMS].items():
         for key, sums in kept["sums"].items():
@@ -324,10 +328,10 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
             entry.update(_groups_of(kept["groups"]))
     for name, entry in logged_losses().items():
         own, known = _sums_of(entry), values[_SUMS].get(name, {"sums": {}})["sums"]
-        left = {key: value for key, value in own.items() if key not in known}
-        for tensor in left.values():
+        unknown = {key: value for key, value in own.items() if key not in known}
+        for tensor in unknown.values():
             tensor.zero_()
-        if left and len(left) == len(own):
+        if unknown and len(unknown) == len(own):
             entry.update(dict.fromkeys(_SUM_GROUPS))
 
 
@@ -350,10 +354,10 @@ def _fields(entry: Any) -> _LoggedLoss:
 
 
 def _new_loss(name: str, values: Tensor) -> _LoggedLoss:
-    """Create an entry for experts; that of multi-token prediction always exists."""
-    made = {} if moe_logging is None else moe_logging.MetricEntry(values=values)
-    expert_losses()[name.removeprefix(_MOE)] = made
-    return _fields(made)
+    """Create an entry for a loss of experts; the entry of multi-token prediction always exists."""
+    entry = {} if moe_logging is None else moe_logging.MetricEntry(values=values)
+    expert_losses()[name.removeprefix(_MOE)] = entry
+    return _fields(entry)
 
 
 def _sums_of(entry: _LoggedLoss) -> dict[str, Tensor]:
@@ -371,7 +375,7 @@ def _summed_over(entry: _LoggedLoss) -> dict[str, Any]:
     found: dict[str, Any] = {key: bool(entry[key]) for key in _SWITCHES if key in entry}
     for key in _SUM_GROUPS:
         group = entry.get(key)
-        # A group that is not of parallel_state cannot be found again, and stays as it is.
+        # A group that parallel_state does not have cannot be found again, and stays as it is.
         if group is None or id(group) in names:
             found[key] = None if group is None else names[id(group)]
     return found

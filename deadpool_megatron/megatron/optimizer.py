@@ -1,11 +1,11 @@
-"""Megatron's optimizers: their state as parts, whatever it is, and where the gate goes.
+"""Megatron's optimizers: their state as parts, and the calls around their updates.
 
-``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
-inner one becomes one part, because the bytes of each are shared by another set of roles.
+``get_megatron_optimizer`` returns a ChainedOptimizer of inner optimizers (dense, expert, ...). Each
+inner optimizer becomes a part, because each shares its bytes with another set of roles.
 
-The code for FusedAdam, in particular for Megatron's precision-aware use of it, was written with the
-sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
-2.12, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
+The code for FusedAdam, in particular for Megatron's precision-aware use of it, was written from the
+sources and has never run: it needs a GPU. The sources are Transformer Engine 2.8 to 2.12,
+pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
 optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
 """
 
@@ -39,8 +39,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers that chain no others, in turn: chains may be nested (since 0.18, with
-    dense and layer-wise optimizers)."""
+    """Return the optimizers that chain no other optimizers, in order: chains may be nested (since
+    0.18, with dense and layer-wise optimizers)."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
     return [inner for link in optimizer.chained_optimizers for inner in _chained(link)]
@@ -48,14 +48,15 @@ def _chained(optimizer: Any) -> list[Any]:
 
 def layer_wise(optimizer: Any) -> list[LayerWiseDistributedOptimizer]:
     """Return the chains that distribute whole parameters over data-parallel ranks: each rank
-    updates its own, and gathers those of the others."""
+    updates its own parameters, and gathers those of the other ranks."""
     links = [optimizer, *getattr(optimizer, "chained_optimizers", ())]
     return [link for link in links if isinstance(link, LayerWiseDistributedOptimizer)]
 
 
 def loss_scalers(optimizer: Any) -> dict[str, Any]:
-    """Return the loss scalers of all optimizers by name, those of stubs included: the scale of the
-    loss is that of the first, even of a stub (``ChainedOptimizer.get_loss_scale``)."""
+    """Return the loss scalers of all optimizers by name, those of stubs included: Megatron takes
+    the scale of the loss from the first optimizer, even from a stub
+    (``ChainedOptimizer.get_loss_scale``)."""
     chained = _chained(optimizer)
     inner = inner_optimizers(optimizer)
     names = [
@@ -67,14 +68,14 @@ def loss_scalers(optimizer: Any) -> dict[str, Any]:
 
 
 def is_distributed(inner: Any) -> bool:
-    """Return whether data-parallel peers have a shard of the state each."""
+    """Return whether each data-parallel peer has a shard of the state."""
     return isinstance(inner, DistributedOptimizer)
 
 
 def refuse_lossy_saves(optimizer: Any, args: Any) -> None:
-    """Raise UnsupportedState where Megatron's own checkpoints lack state, so that a run which
-    falls back to one would train on zeros (core_v0.19.0: get_parameter_state_dp_zero gathers
-    buckets without their padding, which the places of parameters count)."""
+    """Raise UnsupportedState where Megatron's own checkpoints lack state: a run that falls back to
+    such a checkpoint would continue with zeros. (core_v0.19.0: get_parameter_state_dp_zero gathers
+    buckets without their padding, while the places of parameters include it.)"""
     if not saves_by_parameter(args):
         return
     distributed = filter(is_distributed, inner_optimizers(optimizer))
@@ -98,7 +99,8 @@ def saves_by_parameter(args: Any) -> bool:
 def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     """Raise UnsupportedState where state is known to lie outside of parts and extras.
 
-    ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
+    ``config`` is the model's. After a restore of less than all state, training would continue with
+    other numbers.
     """
     inner = inner_optimizers(optimizer)
     # The configuration of a model follows from the flags, or from a program that sets it.
@@ -109,7 +111,8 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
 
 
 def _refused_low_precision(config: Any, inner: list[Any]) -> str:
-    """Return why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
+    """Return the reason why the state of this FP8 or FP4 cannot be captured (:mod:`.fp8`); empty if
+    it can."""
     if not getattr(config, "fp8", None):
         return ""
     recipe = getattr(config, "fp8_recipe", "delayed")
@@ -136,7 +139,7 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
 
 
 def _refused_adam(inner: Any) -> str:
-    """Return why the state of this inner optimizer is not known; empty if it is."""
+    """Return the reason why the state of this inner optimizer is not known; empty if it is."""
     if not hasattr(inner, "optimizer"):
         return f"{type(inner).__name__} in fp32, which Megatron does not wrap: give --bf16"
     fused = hasattr(inner.optimizer, "initialize_state") or is_hybrid(inner)
@@ -154,16 +157,18 @@ def masters_in_adam(inner: Any) -> bool:
     place.
 
     Then the model's shard is state of its own: with remainders it is the upper half of the master
-    weights; with scaled fp16 masters it was rounded from what they were before their rounding.
+    weights; with scaled fp16 masters it was rounded from the values that they had before they were
+    rounded themselves.
     """
     config = getattr(inner, "config", None)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def is_hybrid(inner: Any) -> bool:
-    """Return whether it is a HybridDeviceOptimizer: its sub-optimizers update fp32 copies of its
-    parameters on the host or the device, and their state is its own (hybrid_optimizer.py). Its
-    ``master_param`` is such a copy, so its four maps hold no other state."""
+    """Return whether an inner optimizer is a HybridDeviceOptimizer. Its sub-optimizers update fp32
+    copies of its parameters on the host or the device, and it has their state as its own
+    (hybrid_optimizer.py). Its ``master_param`` is such a copy, so its four maps hold no other
+    state."""
     return hasattr(inner.optimizer, "sub_optimizers")
 
 
@@ -197,13 +202,13 @@ def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor itself, or what it wraps."""
+    """Return the tensor itself, or the plain tensors that it wraps."""
     return list(raw_tensors(tensor).values()) or [tensor]
 
 
 def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield each parameter of the model for which an inner optimizer updates another tensor, that
-    tensor, and the element of the parameter at which the role's run begins."""
+    """Yield each parameter of the model for which an inner optimizer updates another tensor, with
+    that tensor and the element of the parameter at which the role's run begins."""
     if is_distributed(inner):
         groups = inner.optimizer.param_groups
         for parameter, (group, place) in inner.model_param_group_index_map.items():
@@ -222,7 +227,7 @@ def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
-    """Yield every plain tensor that an optimizer keeps for a parameter."""
+    """Yield the place of every plain tensor that an optimizer keeps for a parameter."""
     for name, state, key in optimizer_state.places(adam, parameter):
         kept: Any = state[key]
         raw = raw_tensors(kept)
@@ -239,8 +244,8 @@ def _owners(adam: Any, parameter: Tensor) -> Iterator[Place]:
 def complete_state(optimizer: Any) -> None:
     """Create the state that the optimizer would create in its first step, with the same values.
 
-    The layout of a slot must be fixed before that. Raises UnsupportedState for state that is
-    neither tensor nor number, or that depends on the first gradient.
+    The layout of a slot must be fixed before the first step. Raises UnsupportedState for state that
+    is neither tensor nor number, or that depends on the first gradient.
     """
     for inner in inner_optimizers(optimizer):
         for updater in updaters(inner):
@@ -261,8 +266,8 @@ def complete_state(optimizer: Any) -> None:
 def _complete_fused_adam(adam: Any) -> None:
     """Create state as the ``step`` of FusedAdam does for a new parameter.
 
-    Megatron's ``init_state_fn`` does not: it leaves out the second argument, and without the
-    precision-aware optimizer it makes no master weights.
+    Megatron's ``init_state_fn`` creates other state: it leaves out the second argument, and without
+    the precision-aware optimizer it makes no master weights.
     """
     for group in adam.param_groups:
         for parameter in group["params"]:
@@ -272,8 +277,8 @@ def _complete_fused_adam(adam: Any) -> None:
             if remainders is None:  # before Transformer Engine 2.1
                 adam.initialize_state(parameter)
             else:
-                both = bool(remainders) and parameter.dtype == torch.bfloat16
-                adam.initialize_state(parameter, both)
+                has_remainder = bool(remainders) and parameter.dtype == torch.bfloat16
+                adam.initialize_state(parameter, has_remainder)
 
 
 class ShardState:
@@ -281,7 +286,7 @@ class ShardState:
 
     def __init__(self, optimizer: Any) -> None:
         self._inner = inner_optimizers(optimizer)
-        # A shard of the model's parameters is read by the forward pass and by gathers where it is.
+        # The forward pass and gathers read a shard of the model's parameters at its place.
         self._states = [
             OptimizerState(inner.optimizer, _owners, fixed=masters_in_adam(inner))
             for inner in self._inner
@@ -297,7 +302,7 @@ class ShardState:
         ]
 
     def readopt(self) -> None:
-        """Move tensors that a load has replaced back into the packed memory. Values do not
+        """Move tensors that a load has replaced back into the packed memory. Their values do not
         change."""
         for index in range(len(self._inner)):
             self._readopt(index)
@@ -309,7 +314,7 @@ class ShardState:
             self._readopt(index)
 
     def _readopt(self, index: int) -> None:
-        if is_hybrid(self._inner[index]):  # after a load its master weights are not updated
+        if is_hybrid(self._inner[index]):  # a load does not update its master weights
             self._inner[index].optimizer._sync_sub_optimizers_state_to_hdo()
         self._states[index].readopt()
 
@@ -325,7 +330,7 @@ def _replicas(inner: Any) -> list[int]:
         if inner.ddp_config.num_distributed_optimizer_instances == 1:
             return [dist.get_rank()]
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
-    # Not by the mark on parameters: master weights, which the groups name then, do not have it.
+    # The mark on parameters does not serve: the groups may have master weights, which lack it.
     elif any(group.get("is_expert_parallel") for group in inner.optimizer.param_groups):
         group = parallel_state.get_expert_data_parallel_group()
     else:
@@ -337,8 +342,8 @@ def statistics_span_the_world(optimizer: Any) -> bool:
     """Return whether found-inf or the gradient norm is summed over all roles before any update.
 
     Then a collective over all roles lies between a role's gate and its first overwrite, and the
-    host waits for it (:mod:`.protection`): 2+N slots suffice (design, section 4). Otherwise the
-    dependency argument needs 3+N.
+    host waits for it (:mod:`deadpool_megatron.member.protection`): 2+N slots suffice. Otherwise the
+    argument by dependencies needs 3+N slots (docs/design.md, "Slots and the gate").
     """
     inner = inner_optimizers(optimizer)
     if not inner or not all(map(is_distributed, inner)):
@@ -348,8 +353,8 @@ def statistics_span_the_world(optimizer: Any) -> bool:
 
 
 def _groups(inner: Any) -> list[dict[str, Any]]:
-    """Return its parameter groups, and those in which the device part of an offloaded optimizer
-    counts its steps."""
+    """Return the parameter groups of an inner optimizer, and those in which the device part of an
+    offloaded optimizer counts its steps."""
     on_device = getattr(inner.optimizer, "gpu_optimizer", None)
     return [*inner.optimizer.param_groups, *(on_device.param_groups if on_device else ())]
 
@@ -381,7 +386,8 @@ def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
 
 
 def state_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
-    """Return values in the state of parameters that are no tensors, by place: counts of steps."""
+    """Return the values in the state of parameters that are no tensors, such as counts of steps, by
+    place."""
     states = _states_with_numbers(optimizer)
     values = {place: optimizer_state.plain_values(state) for place, state in states}
     return {place: found for place, found in values.items() if found}
@@ -404,9 +410,9 @@ def _states_with_numbers(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]
 def install_step_hooks(optimizer: Any, calls: StepCalls) -> None:
     """Have an optimizer call ``calls`` around its steps.
 
-    The gate is no pre-hook of torch: those run after found-inf and gradient norm (traps, A2). The
-    norms of an applied update are judged as Megatron has computed them for this role; on a device
-    the host waits for them there, as Megatron's train_step() does next.
+    The gate is no pre-hook of torch, since pre-hooks run after found-inf and the gradient norm. The
+    norms of an applied update are judged as Megatron has computed them for this role. On a device
+    the host waits for them here, as Megatron's train_step() does next.
     """
     original = optimizer.step
 
@@ -414,7 +420,7 @@ def install_step_hooks(optimizer: Any, calls: StepCalls) -> None:
         calls.gate()
         answer = original()
         if isinstance(answer, tuple) and len(answer) == 3 and answer[0]:
-            # Since 0.19 some parameters have a norm of their own.
+            # Since 0.19 some groups of parameters have a norm of their own.
             groups = getattr(optimizer, "grad_norms_by_group", {})
             for norm in (answer[1], *groups.values()):
                 if norm is not None:

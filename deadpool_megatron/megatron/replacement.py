@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# An inherited method, or a builtin.
+# The previous value of an attribute that the owner did not have itself: an inherited method, or a
+# builtin.
 _ABSENT = object()
 
 

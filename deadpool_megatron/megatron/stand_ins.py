@@ -1,20 +1,19 @@
-"""Stand-ins for what Megatron takes for granted of a GPU, answered on a machine that has none.
+"""Stand-ins, on a machine without a GPU, for the calls with which Megatron uses a GPU.
 
 Megatron runs its real components here (parallel state, model, DDP, distributed optimizer,
-schedules); nothing of it is edited. Each stand-in names the places that reach it, in 0.16.1. All of
-them replace calls that would raise without a GPU, with three exceptions. Two change a working
-answer and are therefore limited to callers inside Megatron: ``Tensor.type()`` and
-``torch.compile``. The third gives the same answer without corrupting memory: coalesced all-gathers
-(:mod:`.gathers`).
+schedules); none of them is edited. Each stand-in names the places in 0.16.1 that reach it. All
+stand-ins replace calls that would raise without a GPU, with three exceptions. ``Tensor.type()`` and
+``torch.compile`` would work, so only callers inside Megatron get another answer. Coalesced
+all-gathers give the same answer without corrupting memory (:mod:`deadpool_megatron.comms.gathers`).
 
 :func:`install` is for megatron-core. With :func:`install_megatron_lm` the unedited
-``pretrain_gpt.py`` trains on CPU and gloo; nothing is written into its checkout. The command
-line of such a run must also have ``--distributed-backend gloo
---transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``; with
-rotary embeddings ``--no-rope-fusion``, with experts ``--no-bias-gelu-fusion`` (or
-``--no-bias-swiglu-fusion``), and with experts on a tensor-parallel model ``--disable-bias-linear``.
-Without stand-ins, and so not to be had: context parallelism, FP8, CUDA graphs,
-``--use-persistent-ckpt-worker``, ``--profile``.
+``pretrain_gpt.py`` trains on CPU and gloo; no file is written into its checkout. The command line
+of such a run must also have ``--distributed-backend gloo --transformer-impl local
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion``; with rotary embeddings
+``--no-rope-fusion``, with experts ``--no-bias-gelu-fusion`` (or ``--no-bias-swiglu-fusion``), and
+with experts on a tensor-parallel model ``--disable-bias-linear``. There are no stand-ins for
+context parallelism, FP8, CUDA graphs, ``--use-persistent-ckpt-worker`` and ``--profile``, so these
+cannot be used.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ from deadpool_megatron.megatron.replacement import replaced
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _HELPERS = "megatron.core.datasets.helpers_cpp"
-# The script by its name, for all that it imports: it is run as a script itself afterwards. The
-# others are imported late, when there is one process per rank; they moved with 0.17.
+# Modules to import once, before there is a process per rank. pretrain_gpt is imported for the
+# modules that it imports; afterwards it is run as a script. Megatron itself would import the other
+# modules later; some moved with 0.17.
 _MODULES = (
     "pretrain_gpt",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
@@ -59,8 +59,8 @@ _MODULES = (
     "megatron.training.config.training_config",
 )
 # Modules that import Triton although its kernels are never called; all others, PyTorch among them,
-# test for Triton and run without. 0.16 and later: initialize.py imports it. 0.18: the experts,
-# which in 0.19 import the last.
+# test for Triton and run without it. initialize.py imports the first module since 0.16. The experts
+# import the second in 0.18, and the third since 0.19. Mamba's modules are of 0.20.
 _UNCONDITIONAL_IMPORTERS = frozenset(
     {
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
@@ -79,7 +79,8 @@ _megatron_lm_installed = False
 
 
 def install() -> None:
-    """Install those of megatron-core, and import it under them. Idempotent; survives fork().
+    """Install the stand-ins for megatron-core, and import it with them. Idempotent; survives
+    fork().
 
     Does nothing on a machine with a GPU. Raises RuntimeError when megatron.core was imported
     before, since it has then already bound the calls that must be replaced.
@@ -96,7 +97,7 @@ def install() -> None:
     _replace_generators()
     # Parameters are gathered in coalesced calls (param_and_grad_buffer.py:274), on gloo here.
     gathers.patch_plain_groups()
-    with _eager_compile(), _unasked_imports_answered():
+    with _eager_compile(), _missing_imports_supplied():
         importlib.import_module("megatron.core.transformer.transformer_layer")
         importlib.import_module("megatron.core.transformer.moe.moe_layer")
     _finish_after_import()
@@ -104,10 +105,10 @@ def install() -> None:
 
 
 def install_megatron_lm(checkout: Path) -> None:
-    """Import Megatron-LM from ``checkout``, on stand-ins. Idempotent; survives fork().
+    """Import Megatron-LM from ``checkout``, with stand-ins. Idempotent; survives fork().
 
-    Does nothing on a machine with a GPU. Raises ValueError, or RuntimeError when
-    megatron.core was imported before or a package is missing that Megatron-LM imports.
+    Does nothing on a machine with a GPU. Raises ValueError if ``checkout`` is none, RuntimeError
+    when megatron.core was imported before or a package is missing that Megatron-LM imports.
     """
     global _megatron_lm_installed
     if torch.cuda.is_available():
@@ -115,7 +116,7 @@ def install_megatron_lm(checkout: Path) -> None:
     _put_first(checkout.resolve())
     if _megatron_lm_installed:
         return
-    # Before anything is replaced: it takes an inventory of torch's functions.
+    # This comes first, since torch._dynamo takes an inventory of torch's functions.
     importlib.import_module("torch._dynamo")
     install()
     _answer_for_a_device()
@@ -132,26 +133,26 @@ def with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
 
     A loader draws a seed for its workers at each iteration over it: at once, or with
     ``--dataloader-type cyclic`` in the next iteration (training.py, ``cyclic_iter``). In a restored
-    process that would follow the restore of the random states. Without a GPU, dropout draws from
-    the same generator, and a run that loads a checkpoint and then builds its loaders would continue
-    with other numbers.
+    process that draw would follow the restore of the random states. Without a GPU, dropout draws
+    from the same generator, and a run that loads a checkpoint and then builds its loaders would
+    continue with other numbers.
     """
 
     @functools.wraps(build)
-    def apart(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         loader = build(*args, **options)
         if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
             loader.generator = torch.Generator()
         return loader
 
-    return apart
+    return wrapper
 
 
 def _replace_device() -> None:
     # Megatron passes the current device on as device=...: param_and_grad_buffer.py:800,
     # rotary_pos_embedding.py:78, p2p_communication.py:313, layers.py:261, router.py:90.
     torch.cuda.current_device = _the_cpu  # type: ignore[assignment]
-    # After every receive (p2p_communication.py:398) and before a checkpoint is written.
+    # Called after every receive (p2p_communication.py:398) and before a checkpoint is written.
     torch.cuda.synchronize = _nothing
 
 
@@ -164,8 +165,9 @@ def _nothing(*_args: object, **_options: object) -> None:
 
 
 def _replace_factories() -> None:
-    # device='cuda' in optimizer.py:473, clip_grads.py:103, grad_scaler.py:15, schedules.py:2138,
-    # exchange_utils.py:104, and in megatron.training all over, as in initialize.py:474.
+    # Called with device='cuda' in optimizer.py:473, clip_grads.py:103, grad_scaler.py:15,
+    # schedules.py:2138, exchange_utils.py:104, and all over megatron.training, as in
+    # initialize.py:474.
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
 
@@ -193,18 +195,20 @@ def _replace_tensor_methods() -> None:
             return answer
         return str(answer).replace("torch.", "torch.cuda.", 1)
 
-    # The shared embedding (language_module.py:244) and the loss scale (grad_scaler.py:141).
+    # Called for the shared embedding (language_module.py:244) and the loss scale
+    # (grad_scaler.py:141).
     def cuda(self: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
         return self
 
     torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = cuda  # type: ignore[method-assign,assignment]
-    # Plans that compute and communicate on streams of their own (pipeline_parallel/utils.py:228).
+    # Called by plans that compute and communicate on streams of their own
+    # (pipeline_parallel/utils.py:228).
     torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
 
 
 class _NoStream:
-    """A stream or an event on a device that finishes everything at once."""
+    """A stream or an event on a device that finishes every operation at once."""
 
     def __init__(self, *_args: object, **_options: object) -> None:
         pass
@@ -225,8 +229,8 @@ class _NoStream:
 
 
 def _replace_streams() -> None:
-    # MoE token dispatcher (token_dispatcher.py:445, 871-895), and gradient reduction with several
-    # optimizer instances (distributed_data_parallel.py, param_and_grad_buffer.py:417).
+    # Used by the MoE token dispatcher (token_dispatcher.py:445, 871-895), and by gradient reduction
+    # with several optimizer instances (distributed_data_parallel.py, param_and_grad_buffer.py:417).
     only = _NoStream()
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, _NoStream)
@@ -239,7 +243,7 @@ def _replace_streams() -> None:
 def _replace_generators() -> None:
     # tensor_parallel/random.py keeps named states of "the CUDA generator". On the CPU dropout draws
     # from the default generator, which therefore switches between those states.
-    # _lazy_call must be there before the import: random.py:12 binds it by name.
+    # _lazy_call must be replaced before the import: random.py:12 binds it by name.
     def call_now(action: Callable[[], object], **_options: object) -> None:
         action()
 
@@ -275,9 +279,9 @@ def _eager_compile() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unasked_imports_answered() -> Iterator[None]:
-    """Let Megatron import modules that are not installed while the block runs: kernels that are
-    never called, and names of a later Python.
+def _missing_imports_supplied() -> Iterator[None]:
+    """While the block runs, let Megatron import kernels that are not installed and never called,
+    and a name of a later Python.
     """
     if not hasattr(typing, "override"):  # before Python 3.12; 0.18, training/models/hybrid.py:5
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
@@ -304,7 +308,7 @@ def _unasked_imports_answered() -> Iterator[None]:
 
 
 class _Stub(types.ModuleType):
-    """A module all of whose names are decorators that leave the function as it is."""
+    """A module whose names are all decorators that leave the function as it is."""
 
     language: types.ModuleType
     __version__ = "0"
@@ -312,11 +316,11 @@ class _Stub(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _leave
+        return _unchanged
 
 
-def _leave(function: Callable[..., Any] | None = None, **_options: object) -> Any:
-    return _leave if function is None else function
+def _unchanged(function: Callable[..., Any] | None = None, **_options: object) -> Any:
+    return _unchanged if function is None else function
 
 
 def _finish_after_import() -> None:
@@ -329,8 +333,8 @@ def _finish_after_import() -> None:
         moe_utils, "te_general_gemm", None
     )
 
-    # moe_utils.py:1078 turns split sizes into numbers only for CUDA tensors; all_to_all_single
-    # takes numbers.
+    # moe_utils.py:1078 turns split sizes into numbers only if they are CUDA tensors, while
+    # all_to_all_single needs numbers.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -340,23 +344,23 @@ def _finish_after_import() -> None:
 
 
 def _answer_for_a_device() -> None:
-    # "Megatron requires CUDA" (initialize.py:62), and without a device it creates no groups
-    # (initialize.py:319) and seeds nothing (:422). All other callers get the true answer.
+    # Without a device Megatron refuses to start (initialize.py:62), creates no groups
+    # (initialize.py:319) and sets no seeds (:422). All other callers get the true answer.
     _only_for("megatron.training.initialize", "is_available", True)
     _only_for("megatron.training.initialize", "device_count", 1)
-    # initialize.py:331.
+    # Called by initialize.py:331.
     torch.cuda.set_device = lambda device: None
-    # arguments.py:928 asks for the generation; from the tenth on, CUDA_DEVICE_MAX_CONNECTIONS is
-    # left alone.
+    # arguments.py:928 reads the generation of the device; from the tenth on, it does not touch
+    # CUDA_DEVICE_MAX_CONNECTIONS.
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(  # type: ignore[assignment,return-value]
         name="CPU", major=10, minor=0
     )
-    # utils.py:289, for --log-device-memory-used; the other statistics answer zero by themselves.
+    # Called by utils.py:289 for --log-device-memory-used; the other statistics are zero already.
     torch.cuda.device_memory_used = lambda device=None: 0
 
 
 def _only_for(module: str, function: str, answer: object) -> None:
-    """Have ``torch.cuda.<function>`` return ``answer`` to one module, and the truth to others."""
+    """Have ``torch.cuda.<function>`` return ``answer`` to ``module``, and the truth to others."""
     real: Callable[[], object] = getattr(torch.cuda, function)
 
     @functools.wraps(real)
@@ -369,19 +373,19 @@ def _only_for(module: str, function: str, answer: object) -> None:
 
 
 def _replace_kernels() -> None:
-    # 0.16 compiles them with nvcc even when all that use them are switched off (initialize.py:224);
-    # 0.17 has none.
+    # 0.16 compiles its fused kernels with nvcc even when all options that use them are off
+    # (initialize.py:224); 0.17 has no such kernels.
     with contextlib.suppress(ModuleNotFoundError):
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 
 def _accept_norms() -> None:
-    """Let PyTorch's norms take the place of Apex's under sequence parallelism.
+    """Let PyTorch's norms serve instead of Apex's under sequence parallelism.
 
-    torch_norm.py:30 refuses that and persist_layer_norm, the default. The second only chooses a
-    kernel; for the first the norm lacks the mark by which finalize_model_grads.py:354 sums its
-    gradients over the tensor-parallel ranks.
+    torch_norm.py:30 refuses sequence parallelism, and persist_layer_norm, which is on by default.
+    The latter only chooses a kernel. For the former, the norm's parameters lack the mark by which
+    finalize_model_grads.py:354 sums their gradients over the tensor-parallel ranks.
     """
     wrapped = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     real_new: Callable[..., torch.nn.Module] = wrapped.__new__
@@ -400,8 +404,8 @@ def _accept_norms() -> None:
 def _keep_generator_from_loaders() -> None:
     """Give loaders generators of their own in unprotected runs as well, for comparisons."""
     training = importlib.import_module("megatron.training.training")
-    apart = with_own_generator(training.build_pretraining_data_loader)
-    training.build_pretraining_data_loader = apart  # type: ignore[attr-defined]
+    build = with_own_generator(training.build_pretraining_data_loader)
+    training.build_pretraining_data_loader = build  # type: ignore[attr-defined]
 
 
 def _put_first(checkout: Path) -> None:
@@ -427,12 +431,12 @@ def _put_first(checkout: Path) -> None:
 
 
 def _import_all() -> None:
-    """Import what pretrain_gpt.py imports; megatron.core is there already.
+    """Import the modules that a run needs; megatron.core was imported already.
 
-    Raises RuntimeError naming a package that is missing.
+    Raises RuntimeError that names a missing package.
     """
     _use_compiled_helpers()
-    with _unasked_imports_answered():
+    with _missing_imports_supplied():
         for name in _MODULES:
             try:
                 importlib.import_module(name)
@@ -446,11 +450,11 @@ def _import_all() -> None:
 
 
 def _use_compiled_helpers() -> None:
-    """Take the compiled index builder from the wheel where the checkout has none.
+    """Take the compiled index builder from an installed wheel if the checkout has none.
 
-    initialize.py:190 would run ``make`` in the checkout, with whatever ``python3-config`` is first
-    on the path, and end the process without a message when that fails. Without a wheel of the same
-    source that still happens.
+    initialize.py:190 would run ``make`` in the checkout, with the first ``python3-config`` on the
+    path, and end the process without a message when that fails. Without a wheel of the same source
+    that still happens.
     """
     datasets = importlib.import_module("megatron.core.datasets")
     library = _compiled_helpers(Path(str(datasets.__file__)).parent)
@@ -469,7 +473,8 @@ def _use_compiled_helpers() -> None:
 
 
 def _compiled_helpers(own: Path) -> Path | None:
-    """Return the library in ``own``, else in a wheel with the same source, if any has it."""
+    """Return the library in ``own``, or else in a wheel with the same source; None if there is
+    none."""
     wheels = importlib.metadata.distributions(name="megatron-core")
     installed = (Path(str(wheel.locate_file("megatron/core/datasets"))) for wheel in wheels)
     source = _helpers_source(own)

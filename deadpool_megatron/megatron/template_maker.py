@@ -1,11 +1,11 @@
-"""The recipe of a role's part of a checkpoint, from its live objects: which bytes lie where.
+"""Makes the template of a role's part of a checkpoint from live objects: which bytes lie where.
 
 A program makes the state that a save would write (:meth:`MegatronLoop.checkpoint_state`). Each
 tensor in it is identified by its address: in a shard part, among the extras, or in a parameter that
 is cast from master weights in a shard part. Every data-parallel peer writes those parameters of a
-distributed optimizer whose master weights it has, so that no peer needs bytes of others. A run with
-an unknown tensor has no exports, and reports that. The training process hands the recipe to the
-exporters.
+distributed optimizer whose master weights it has, so that no peer needs bytes of other peers. A run
+with an unknown tensor has no exports, and reports that. The training process hands the template to
+the exporters.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _CONSTANT_OBJECTS = (
 
 
 def make_template(loop: MegatronLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
-    """Return the state template of the role of ``loop``; a refused one where there is none.
+    """Return the state template of the role of ``loop``; with a refusal if none can be made.
 
-    No communication; reads no more than the parameters, once. Never raises: whether a run can do
-    without checkpoints is not decided here.
+    This does not communicate, and reads no more than the parameters, once. It never raises: whether
+    a run can do without checkpoints is not decided here.
     """
     try:
         return _Maker(loop, parts, layout).make()
@@ -64,8 +64,8 @@ def make_template(loop: MegatronLoop, parts: Sequence[Part], layout: RoleLayout)
 
 @dataclass(frozen=True)
 class _Origin:
-    """The place of the bytes of some memory in a generation: ``count`` elements from ``address``
-    on, each ``itemsize`` wide there and of dtype ``stored`` in the generation."""
+    """The place in a generation of the bytes of some memory: ``count`` elements from ``address``
+    on, each ``itemsize`` bytes wide in memory and of dtype ``stored`` in the generation."""
 
     address: int
     count: int
@@ -98,7 +98,7 @@ class _Maker:
         for _, tensor in large_frozen_weights(loop):
             self._add(tensor, template.FROZEN, offset, tensor.dtype)
             offset += tensor.nbytes
-        # Memory of parameters that data-parallel peers have a run each of.
+        # Memory of parameters of which each data-parallel peer has a run.
         self._shared: list[tuple[int, int, bool]] = []
         self._kept_alive: list[Tensor] = []
         for inner in self._inner:
@@ -107,7 +107,7 @@ class _Maker:
     def make(self) -> StateTemplate:
         with self._without_gathering():
             state = self._loop.checkpoint_state()
-        # Not earlier: a router that is asked for its state replaces its bias by one in fp32.
+        # This comes last: a router that is asked for its state replaces its bias by an fp32 bias.
         for name, tensor in frozen_and_buffers(self._loop):
             self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
         padding = set(_padding(state))
@@ -153,7 +153,7 @@ class _Maker:
         for parameter, master, start in optimizer.model_parameters(inner):
             run = parameter.detach().view(-1)[start : start + master.numel()]
             if master.data_ptr() == run.data_ptr():
-                continue  # it is the parameter that is updated
+                continue  # the parameter itself is updated
             origin, offset = self._one_piece(master, "master weights do")
             if not torch.equal(master.detach().view(-1).to(run.dtype), run):
                 raise TemplateError("a parameter is not what its master weights round to")
@@ -163,10 +163,11 @@ class _Maker:
 
     @contextlib.contextmanager
     def _without_gathering(self) -> Iterator[None]:
-        """Keep distributed optimizers from gathering their state to save it while the block runs:
-        they return memory that stands for it, never touched, of which this role's runs are known.
+        """While the block runs, keep distributed optimizers from gathering their state for a save.
+        They return memory that stands for the state, is never touched, and has known runs of this
+        role.
 
-        Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
+        Megatron then cuts this memory into parameters (distrib_optimizer.py, fully_reshardable).
         """
         with contextlib.ExitStack() as stack:
             for inner in (each for each in self._inner if optimizer.is_distributed(each)):
@@ -175,7 +176,7 @@ class _Maker:
             yield
 
     def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:
-        """Return what ``get_parameter_state_dp_zero`` does: tensors by buffer, dtype and name."""
+        """Return tensors by buffer, dtype and name, as ``get_parameter_state_dp_zero`` does."""
         rank = inner.data_parallel_group.rank()
         answer: dict[Any, Any] = {"buckets_coalesced": True}
         for number, (buffer, ranges) in enumerate(
@@ -229,7 +230,7 @@ class _Maker:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * item
         found = []
         place = bisect.bisect_left(self._origins, end, key=lambda each: each.address)
-        # Origins do not overlap: those before the first that ends too early end too early as well.
+        # Origins do not overlap, so all origins before an origin that ends too early do as well.
         while place > 0 and (origin := self._origins[place - 1]).end > begin:
             place -= 1
             low, high = max(begin, origin.address), min(end, origin.end)
@@ -254,12 +255,12 @@ class _Maker:
         if owner is None:
             if not is_main_replica(leaf.replica_id):
                 return
-            reached = 0
+            end = 0
             for start, stop, _, _ in runs:
-                if start != reached:
+                if start != end:
                     break
-                reached = stop
-            if reached != data.numel():
+                end = stop
+            if end != data.numel():
                 raise TemplateError(f"{leaf.key} lies in no shard part and in no extras")
         elif not (owner and _leads_its_copies(leaf.replica_id)):
             return
@@ -269,7 +270,8 @@ class _Maker:
     def _run(
         self, leaf: ShardedTensor, start: int, stop: int, origin: _Origin, first: int
     ) -> Iterator[template.Piece]:
-        """Yield the boxes of elements ``start`` to ``stop``; ``first``: that of the origin."""
+        """Yield the boxes of elements ``start`` to ``stop``; ``first``: the element of the origin
+        that belongs to ``start``."""
         prepended = leaf.prepend_axis_num
         for box in template.boxes(tuple(leaf.data.shape), start, stop):
             local = (*([0] * prepended), *box.offsets)
@@ -287,8 +289,8 @@ class _Maker:
             )
 
     def _shared_by(self, data: Tensor) -> bool | None:
-        """Return whether memory of a parameter of a distributed optimizer is of its first instance,
-        which writes; None for any other memory."""
+        """Return whether memory of a parameter of a distributed optimizer belongs to its first
+        instance, which writes; None for any other memory."""
         begin, end = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
         place = bisect.bisect_right(self._shared, begin, key=lambda each: each[0]) - 1
         if place < 0 or not data.numel():
@@ -332,7 +334,7 @@ class _Maker:
                 for number, group in enumerate(node["param_groups"])
             ]
             if isinstance(node.get("state"), Mapping):
-                # Left out at the first capture, where it is zero.
+                # The step is left out at the first capture, where it is zero.
                 step = self._step(inner, as_number=False)
                 marked["state"] = {**node["state"], **({"common_step": step} if step else {})}
         if "grad_scaler" in node:
@@ -377,15 +379,15 @@ class _Maker:
 
 
 def _leads_its_copies(replica_id: Any) -> bool:
-    """Return whether this is the main copy but for the data-parallel rank, the last of the
-    numbers."""
+    """Return whether all numbers of a copy are those of the main copy, except the last, which is
+    its data-parallel rank."""
     if isinstance(replica_id, int):
         raise TemplateError(f"copies of a parameter are numbered {replica_id}, without groups")
     return all(number == 0 for number in replica_id[:-1])
 
 
 def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors between those of parameters in a flat buffer, which hold nothing."""
+    """Yield key and offset of the padding between parameters in a flat buffer."""
     if isinstance(node, ShardedObject | ShardedTensor):
         return
     if isinstance(node, Mapping):

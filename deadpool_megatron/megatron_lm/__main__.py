@@ -1,7 +1,8 @@
 """``python -m deadpool_megatron.megatron_lm SCRIPT ARGS``: a script of Megatron-LM with the hooks.
 
 ``deadpool run ... -- pretrain_gpt.py ARGS --deadpool`` starts each training process this way. A
-patched checkout has the hooks in it; otherwise the same functions are checked and wrapped here.
+patched checkout has the hooks in its files; otherwise the same functions are checked and wrapped
+here.
 """
 
 from __future__ import annotations

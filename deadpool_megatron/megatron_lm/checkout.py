@@ -36,6 +36,7 @@ def import_megatron(script: Path) -> None:
 
 
 def script_of_this_run() -> Path | None:
-    """Return the script that the environment names; None if nothing is to be imported ahead."""
-    found = os.environ.get(SCRIPT_VARIABLE)
-    return None if found is None else Path(found)
+    """Return the script that the environment names; None if no Megatron-LM is to be imported
+    ahead."""
+    script = os.environ.get(SCRIPT_VARIABLE)
+    return None if script is None else Path(script)

@@ -1,8 +1,8 @@
 """``python -m deadpool_megatron.megatron_lm.parser DIR``: the parser of a tree of Megatron-LM.
 
-Reads the arguments of a script from each line of its input, as a list, and prints the values that
-the parser gives them, with defaults; or, under ``refused``, why the parser refuses them. Nothing
-is validated, and no GPU is needed.
+Reads the arguments of a script from each line of its input, as a JSON list. Prints the values that
+the parser gives them, with defaults; or, under ``refused``, the reason why the parser refuses them.
+Values are not validated, and no GPU is needed.
 """
 
 from __future__ import annotations

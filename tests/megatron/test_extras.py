@@ -413,15 +413,15 @@ def test_other_schedule_is_named_where_the_command_line_does_not_count():
     """A number that the style of the decay does not use is none."""
     quiet = {"use_checkpoint_opt_param_scheduler": False, "lr_decay_style": "constant"}
     kept = captured(made(**quiet))
-    assert extras.other_schedule(made(**quiet), kept) == ""
-    assert extras.other_schedule(made(**quiet, lr_decay_steps=999), kept) == ""
-    assert extras.other_schedule(made(end_wd=0.7), kept) == "", "that of the state is asked for"
-    found = extras.other_schedule(made(**quiet, end_wd=0.7), kept)
+    assert extras.schedule_difference(made(**quiet), kept) == ""
+    assert extras.schedule_difference(made(**quiet, lr_decay_steps=999), kept) == ""
+    assert extras.schedule_difference(made(end_wd=0.7), kept) == "", "the state's is requested"
+    found = extras.schedule_difference(made(**quiet, end_wd=0.7), kept)
     assert found == "end_wd is 0.1 in the state and 0.7 on the command line"
     lower = made(**quiet)
     (group,) = lower.optimizer.chained_optimizers[0].param_groups
     group["max_lr"] = 0.25
-    found = extras.other_schedule(lower, kept)
+    found = extras.schedule_difference(lower, kept)
     assert found == "max_lr is None in the state and 0.25 on the command line"
     assert not extras.overrides_schedule(lower.scheduler)
     lower.scheduler.override_opt_param_scheduler = True

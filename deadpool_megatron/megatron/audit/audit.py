@@ -3,17 +3,18 @@
 Before the passes all replicas compute the same micro-batch (:mod:`.pass_audit`). Then, around each
 inner update::
 
-    before    peers compare sums of the weights that the forward pass has used; then a role,
-              another in each audit, sends the state of its shard as it was captured after the
-              update before, and the gradients that it is about to use, to all of them, and each
-              computes the update on copies
-    after     the audited role adds the sums of its own result, and all compare
+    before    peers compare sums of the weights that the forward pass has used; then the audited
+              role sends the state of its shard, as it was captured after the previous update, and
+              the gradients that it is about to use to all peers, and each peer computes the update
+              on copies; in each audit another role is audited
+    after     the audited role adds the sums of its own result, and all peers compare
 
-To repeat an update on another node is an idea of ByteRobust (dual-phase replay) and of Megatron's
-rerun machine; here it takes the shard of a single role, a chunk at a time, and hardly any memory.
+ByteRobust (dual-phase replay) and Megatron's rerun machine also repeat an update on another device.
+Here this takes the shard of a single role, a chunk at a time, and hardly any memory.
 
 After a mismatch this iteration has no generation: the roles wait until the coordinator has
-quarantined the node, and the run continues from the generation before, which is committed already.
+quarantined the node, and the run continues from the previous generation, which is committed
+already.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from deadpool_megatron.member.role_reports import RoleReports
 from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import Part, fingerprint
 
-_SUMS = 2  # in a fingerprint
+_SUMS = 2  # the number of sums in a fingerprint
 
 # Returns the bytes of a part of a generation that is sealed in a slot of this role.
 SealedPart = Callable[[Generation, str], memoryview | None]
@@ -62,8 +63,8 @@ def _refuse_unauditable(optimizer: Any) -> None:
 
 
 def is_audited(iteration: int, interval: int, every: int) -> bool:
-    """Return whether an iteration is audited: the first, in or after each ``interval``-th, whose
-    state before is captured, which each ``every``-th generation is."""
+    """Return whether an iteration is audited: from each ``interval``-th iteration on, the first
+    iteration whose previous state is captured. Each ``every``-th generation is captured."""
     before = max(0, iteration - every)
     return is_due(iteration - 1, every) and iteration // interval > before // interval
 
@@ -110,7 +111,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         self._bytes = 0
 
     def announce(self, iteration: int, previous: Generation, every: int) -> None:
-        """Announce the next iteration, and the generation from whose state it begins; each
+        """Announce the next iteration, and the generation from whose state it starts; each
         ``every``-th generation is captured."""
         self._iteration, self._previous, due = iteration, previous, (self._interval, every)
         self._number = audit_number(iteration, *due) if is_audited(iteration, *due) else None
@@ -145,7 +146,7 @@ class Audit(comparison.Auditor, UpdateAudit):
         self._seconds += time.monotonic() - started
         if index == len(self._inner) - 1:
             self._number = None
-            if dist.get_rank() == 0:  # each role reports its mismatches itself
+            if dist.get_rank() == 0:  # mismatches were reported by each role itself
                 passes = 0.0 if self._passes is None else self._passes.seconds
                 facts = {"seconds": passes + self._seconds, "bytes": self._bytes}
                 self._reports.send_event(Kind.AUDITED, self._iteration, facts)
@@ -174,12 +175,12 @@ class Audit(comparison.Auditor, UpdateAudit):
             self._stop_if_wrong(comparison.compare_held(sums, subject))
 
     def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
-        """Return the sums of :meth:`_compute`. Without a majority all peers recompute; a role whose
-        result changes is faulty, which finds intermittent faults."""
+        """Return the sums of :meth:`_compute`, after comparing them with those of peers. Without a
+        majority all peers recompute; a role whose result changes has an intermittent fault."""
         sums = self._compute(index, audited, peers)
-        known, first = self._gather_computed(sums, peers)
+        kinds, first = self._gather_computed(sums, peers)
         subject = f"the update of role {audited}"
-        mismatch = comparison.compare_computed(first, known, subject)
+        mismatch = comparison.compare_computed(first, kinds, subject)
         if mismatch is not None and not mismatch.is_certain:
             _, second = self._gather_computed(self._compute(index, audited, peers), peers)
             self._stop_if_wrong(comparison.compare_repeated(first, second, subject))
@@ -188,7 +189,8 @@ class Audit(comparison.Auditor, UpdateAudit):
     def _gather_computed(
         self, sums: Tensor, peers: dist.ProcessGroup
     ) -> tuple[dict[int, int], dict[int, comparison.Sums]]:
-        """Return the hardware and the sums of each role."""
+        """Return the kind of hardware (:func:`.comparison.hardware_number`) and the sums of each
+        role."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
         found = gather_by_role(torch.cat([own, sums.flatten()]), peers)
         hardware = {role: int(row[0]) for role, row in found.items()}
@@ -219,8 +221,8 @@ class Audit(comparison.Auditor, UpdateAudit):
         return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
 
     def _state_before(self, index: int) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps a tensor of a shard to its captured value, or to itself where
-        no slot of this role holds it."""
+        """Return a function that maps a tensor of a shard to its captured value, or to the tensor
+        itself where no slot of this role holds the value."""
         part, previous = self._shards[index], self._previous
         held = None if previous is None else self._sealed_part(previous, part.name)
         if held is None:
@@ -232,15 +234,15 @@ class Audit(comparison.Auditor, UpdateAudit):
         used = torch.zeros_like(sums)
         if audited == dist.get_rank():
             for number, chunk in enumerate(update_replay.chunks(inner)):
-                made = (t for p in chunk for _, t in update_replay.all_tensors(inner, p))
-                used[number] = fingerprint(made, sums.device)
-        known, found = self._gather_computed(torch.cat([sums, used]), peers)
-        redone = {role: both[: used.numel()] for role, both in found.items()}
+                tensors = (t for p in chunk for _, t in update_replay.all_tensors(inner, p))
+                used[number] = fingerprint(tensors, sums.device)
+        kinds, found = self._gather_computed(torch.cat([sums, used]), peers)
+        repeats = {role: both[: used.numel()] for role, both in found.items()}
         subject = f"the update of role {audited}"
-        if len(set(known.values())) > 1:
-            self._report_incomparable(comparison.incomparable(known), "updates", min(found))
+        if len(set(kinds.values())) > 1:
+            self._report_incomparable(comparison.without_peers(kinds), "updates", min(found))
         used_sums = found[audited][used.numel() :]
-        self._stop_if_wrong(comparison.compare_update(audited, used_sums, redone, known, subject))
+        self._stop_if_wrong(comparison.compare_update(audited, used_sums, repeats, kinds, subject))
 
 
 def _sums(values: Tensor) -> comparison.Sums:

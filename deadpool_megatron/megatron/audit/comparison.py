@@ -2,8 +2,8 @@
 
 Pure, except for :func:`hardware_number` and :class:`Auditor`. Equal bytes can only be expected of
 roles with equal hardware. For another model of GPU or CPU, another driver or another number of
-threads a library may choose other kernels. These add in another order, and their results differ
-without being wrong.
+threads a library may choose other kernels, which add in another order. Their results differ without
+being wrong.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Roles with a wrong result. If they compute it together, a single role may have caused it. If
-    not ``is_certain``, their peers may be wrong instead. ``subject``: the results that
-    differ, as text."""
+    """Roles with a wrong result. If they compute the result together, a single role may have caused
+    the error. If not ``is_certain``, their peers may be wrong instead. ``subject``: a text that
+    names the results."""
 
     roles: tuple[int, ...]
     is_certain: bool
@@ -67,8 +67,8 @@ def hardware_number(device: torch.device) -> int:
 
 
 def compare_held(held: Mapping[int, Sums], subject: str) -> Mismatch | None:
-    """Compare peers that must hold the same: a role that differs from more than half of them is
-    wrong. ``held``: role -> sums. Returns None where all are equal.
+    """Compare peers that must hold the same state: a role that differs from more than half of them
+    is wrong. ``held``: role -> sums. Returns None where all are equal.
     """
     counts = Counter(held.values())
     if len(counts) < 2:
@@ -83,17 +83,17 @@ def compare_held(held: Mapping[int, Sums], subject: str) -> Mismatch | None:
 def compare_computed(
     computed: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
 ) -> Mismatch | None:
-    """Compare peers that have computed the same. Each is compared with those of the same hardware
-    only, since other hardware may rightly give other bytes.
+    """Compare the results of peers for the same computation. Each peer is compared only with peers
+    of the same hardware, since other hardware may rightly give other bytes.
 
     ``computed``: role -> sums; ``hardware``: role -> :func:`hardware_number`. Returns None where
     all comparable results are equal.
     """
-    odd = _odd({role: (hardware[role], sums) for role, sums in computed.items()})
-    return Mismatch(tuple(sorted(odd.roles)), odd.is_certain, subject) if odd.roles else None
+    found = _outliers({role: (hardware[role], sums) for role, sums in computed.items()})
+    return Mismatch(tuple(sorted(found.roles)), found.is_certain, subject) if found.roles else None
 
 
-def incomparable(keys: Mapping[int, Hashable]) -> list[int]:
+def without_peers(keys: Mapping[int, Hashable]) -> list[int]:
     """Return the roles without a comparable peer. ``keys``: role -> a key, equal for comparable
     roles."""
     counts = Counter(keys.values())
@@ -101,19 +101,19 @@ def incomparable(keys: Mapping[int, Hashable]) -> list[int]:
 
 
 def compare_update(
-    audited: int, used: Sums, redone: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
+    audited: int, used: Sums, repeats: Mapping[int, Sums], hardware: Mapping[int, int], subject: str
 ) -> Mismatch | None:
     """Compare an update of role ``audited`` with the same update by its peers.
 
-    ``used``: sums of the result with which the audited role trains on. ``redone``: role -> sums of
+    ``used``: sums of the result with which the audited role continues. ``repeats``: role -> sums of
     the result when that role computes the update from the old state and the gradients. The audited
-    role does that, too, and is wrong if its two results differ. ``hardware``: see
+    role does so, too, and is wrong if its two results differ. ``hardware``: see
     :func:`compare_computed`. Returns None where all are equal.
     """
-    others = compare_computed(redone, hardware, subject)
-    if used == redone[audited]:
-        return others
-    wrong = set(others.roles) if others is not None and others.is_certain else set()
+    mismatch = compare_computed(repeats, hardware, subject)
+    if used == repeats[audited]:
+        return mismatch
+    wrong = set(mismatch.roles) if mismatch is not None and mismatch.is_certain else set()
     return Mismatch(tuple(sorted(wrong | {audited})), True, subject)
 
 
@@ -121,17 +121,18 @@ def compare_repeated(
     first: Mapping[int, Sums], second: Mapping[int, Sums], subject: str
 ) -> Mismatch | None:
     """Compare the repeated results of peers that have no majority: a role whose result changed is
-    wrong. Returns None where all or none did."""
+    wrong. Returns None where all results changed, or none."""
     changed = [role for role in sorted(first) if first[role] != second[role]]
     return Mismatch(tuple(changed), True, subject) if 0 < len(changed) < len(first) else None
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Results of a role's pass of a micro-batch. ``replica``: its data-parallel rank; ``stage``:
-    that of the pipeline; ``place``: a number that is equal for roles which must get the same
-    results if they have the same ``hardware``. ``output``: the activations for the next stage;
-    ``returned``: their gradient from that stage; ``gradient``: that of the role's weights."""
+    """Results of a role's pass of a micro-batch. ``replica``: the role's data-parallel rank;
+    ``stage``: its pipeline stage; ``place``: a number that is equal for roles that must get the
+    same results if they have the same ``hardware``. ``output``: sums of the activations for the
+    next stage; ``returned``: sums of their gradient from that stage; ``gradient``: sums of the
+    gradient of the role's weights."""
 
     replica: int
     stage: int
@@ -142,26 +143,26 @@ class Pass:
     hardware: int = 0
 
 
-def comparable(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
+def comparison_keys(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
     """Return for each role a key that is equal for comparable roles: its place, and the hardware of
-    its whole replica, since the results of a stage pass through all others."""
+    its whole replica, since the results of a stage pass through all other stages."""
     replicas: dict[int, list[tuple[int, int]]] = {}
     for each in passes.values():
         replicas.setdefault(each.replica, []).append((each.place, each.hardware))
     return {role: (p.place, tuple(sorted(replicas[p.replica]))) for role, p in passes.items()}
 
 
-def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
-    """Return the roles whose repeated pass gave another result, in places where it did so for
-    at least half of the roles. Comparing them, or roles of later stages, proves nothing.
+def unrepeatable_roles(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
+    """Return the roles whose repeated pass gave another result, in places where at least half of
+    the roles got another result. Comparing these, or roles of later stages, proves no fault.
 
     ``repeats``: role -> its place (equal for comparable roles), and whether the results were equal.
     """
-    odd: list[int] = []
+    roles: list[int] = []
     for peers in _by_place(repeats):
         if 2 * sum(peers.values()) <= len(peers):
-            odd += [role for role, same in peers.items() if not same]
-    return sorted(odd)
+            roles += [role for role, same in peers.items() if not same]
+    return sorted(roles)
 
 
 def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
@@ -169,23 +170,23 @@ def compare_passes(passes: Mapping[int, Pass]) -> Mismatch | None:
 
     ``passes``: role -> its pass. An error spreads: forward to later stages, backward to earlier
     stages, and among all roles of a stage. So the mismatch may name several roles, of which a
-    single role has a fault. It can only be certain that their replica is wrong.
+    single role has a fault. At most it is certain that their replica is wrong.
     """
-    keys = comparable(passes)
-    odd = [
-        _odd({role: (keys[role], getattr(each, name)) for role, each in passes.items()})
+    keys = comparison_keys(passes)
+    outliers = [
+        _outliers({role: (keys[role], getattr(each, name)) for role, each in passes.items()})
         for name in _RESULTS
     ]
-    wrong = _origins(passes, [set(each.roles) for each in odd])
-    return Mismatch(wrong, all(each.is_certain for each in odd), _PASS) if wrong else None
+    wrong = _origins(passes, [set(each.roles) for each in outliers])
+    return Mismatch(wrong, all(each.is_certain for each in outliers), _PASS) if wrong else None
 
 
 def compare_repeated_passes(
     first: Mapping[int, Pass], second: Mapping[int, Pass]
 ) -> Mismatch | None:
-    """Compare the same micro-batch, repeated by replicas that have no majority: a result that
-    changed was wrong the first or the second time. Returns None where all replicas changed, or
-    none did."""
+    """Compare the passes of a micro-batch, repeated by replicas that have no majority: a result
+    that changed was wrong the first or the second time. Returns None where the results of all
+    replicas changed, or of none."""
     changed = [
         {role for role in first if getattr(first[role], name) != getattr(second[role], name)}
         for name in _RESULTS
@@ -196,7 +197,7 @@ def compare_repeated_passes(
 
 
 class Auditor:
-    """The base class of audits: a role's reports of their results. Main thread. All
+    """The base class of audits, by which a role reports their results. Main thread. All
     communication ends with the epoch.
 
     ``await_committed`` waits until the newest generation is committed.
@@ -249,14 +250,14 @@ class Auditor:
         if failpoints.hit(point, iteration=self._iteration) is None:
             return
         chosen = next(tensor for tensor in tensors if tensor.numel() > 1)
-        # A detached tensor would not do: autograd would notice the change.
+        # ``data`` is used, since autograd would notice a change of a detached tensor.
         value = chosen.data.reshape(-1)[:1].view(torch.uint8)
         value[-2] ^= 0x40  # the highest bit of its mantissa
 
 
-def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Mismatch:
-    """Compare the roles of each place; return all that differ. The result is not certain if the
-    peers of any place have no majority."""
+def _outliers(held: Mapping[int, tuple[Hashable, Sums]]) -> Mismatch:
+    """Compare the roles of each place, and return all roles that differ. The result is not certain
+    if the peers of any place have no majority."""
     found = [found for peers in _by_place(held) if (found := compare_held(peers, ""))]
     roles = tuple(role for each in found for role in each.roles)
     return Mismatch(roles, all(each.is_certain for each in found), "")
@@ -268,13 +269,13 @@ def _by_place(held: Mapping[int, tuple[Hashable, _Value]]) -> Iterator[dict[int,
         yield {role: value for role, (where, value) in held.items() if where == place}
 
 
-def _origins(passes: Mapping[int, Pass], odd: Sequence[set[int]]) -> tuple[int, ...]:
-    """Return the roles among which the error began, in each replica that has an error. ``odd``: the
-    roles whose output, whose returned gradient and whose own gradient differ."""
+def _origins(passes: Mapping[int, Pass], outliers: Sequence[set[int]]) -> tuple[int, ...]:
+    """Return the roles among which the error began, in each replica that has an error.
+    ``outliers``: the roles whose output, whose returned gradient and whose own gradient differ."""
     wrong: set[int] = set()
-    for replica in {passes[role].replica for some in odd for role in some}:
+    for replica in {passes[role].replica for some in outliers for role in some}:
         stages = {role: each.stage for role, each in passes.items() if each.replica == replica}
-        wrong |= _first_wrong(stages, *(some & stages.keys() for some in odd))
+        wrong |= _first_wrong(stages, *(some & stages.keys() for some in outliers))
     return tuple(sorted(wrong))
 
 
@@ -288,8 +289,8 @@ def _first_wrong(
     if backward := gradients - returned:
         last = max(stages[role] for role in backward)
         return {role for role in backward if stages[role] == last}
-    # A stage got a wrong gradient from the next stage, whose own results are right: it was damaged
-    # on the way, so either of the two may be at fault.
+    # A stage got a wrong gradient from the next stage, whose own results are right: the gradient
+    # was damaged on the way, so either of the two stages may be at fault.
     last = max(stages[role] for role in returned | gradients)
     return {role for role, stage in stages.items() if stage in (last, last + 1)}
 

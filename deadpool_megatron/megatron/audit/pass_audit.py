@@ -1,19 +1,19 @@
 """Audits of passes: every replica computes the same micro-batch, and the results are compared.
 
 Data-parallel replicas hold the same weights. In an audited iteration a replica, another in each
-audit, sends its first micro-batch, and its random states, to the others. Each runs it through its
-whole pipeline, before its own micro-batches and without reducing gradients; then all roles compare
-sums of the output of each stage, of the gradient that came back to it, and of its weights'
-gradients. The first wrong result in a replica's pipeline is the origin of the error. An interleaved
-pipeline takes no single micro-batch: it runs the same micro-batch as often as its minimum, and each
-chunk of a role is a stage.
+audit, sends its first micro-batch and its random states to the other replicas. Each replica runs
+the micro-batch through its whole pipeline, before its own micro-batches and without reducing
+gradients. Then all roles compare sums of the output of each stage, of the gradient that came back
+to the stage, and of the gradients of its weights. The first wrong result in a replica's pipeline is
+the origin of the error. An interleaved pipeline cannot run a single micro-batch: it runs the same
+micro-batch as often as its minimum requires, and each chunk of a role is a stage.
 
-The passes leave no trace: gradients are emptied, and state that a forward pass changes is restored.
+The passes leave no trace: gradients are zeroed, and state that a forward pass changes is restored.
 The first audit of a process checks that equal passes give equal bytes: it computes the micro-batch
 twice (flash attention, for example, adds in any order).
 
-The idea is that of Megatron's rerun machine and torchtitan's replay, but these repeat a step on the
-same device.
+Megatron's rerun machine and torchtitan's replay have the same idea, but repeat a step on the same
+device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.parts import fingerprint
 
 _BATCHES = "batches"
-# Whether equal passes give equal bytes, as a process knows it; roles agree on the lowest. The first
-# two end the audits: the batches cannot be sent, or a role has given up before.
+# Whether equal passes give equal bytes, as far as a process knows; roles agree on the lowest value.
+# The first two end the audits: the batches cannot be sent, or a role has given up before.
 _UNSENDABLE, _GIVEN_UP, _UNTESTED, _REPEATABLE = range(4)
 # Fields of the configuration: functions for communication that Megatron's schedules call.
 SYNCHRONISING = ("finalize_model_grads_func", "grad_sync_func", "no_sync_func", "param_sync_func")
@@ -62,7 +62,7 @@ def incomparable_reason(loop: MegatronLoop) -> str:
 class PassAudit(comparison.Auditor):
     """The audits of passes of a role in a process."""
 
-    #: the time that the audit of this iteration took
+    #: the seconds that the audit of this iteration took
     seconds = 0.0
     _is_repeatable: bool | None = None
 
@@ -86,9 +86,9 @@ class PassAudit(comparison.Auditor):
     def _compare(
         self, forward_backward: ForwardBackward, arguments: Mapping[str, Any], number: int
     ) -> Any:
-        """Compare a micro-batch; return the iterator with the batch put back."""
-        given = arguments["data_iterator"]
-        iterators = list(given) if isinstance(given, list) else [given]
+        """Compare the passes of a micro-batch; return the data iterator with the batch put back."""
+        data = arguments["data_iterator"]
+        iterators = list(data) if isinstance(data, list) else [data]
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_process_group_ranks(group)
         source = replicas[number % len(replicas)]
@@ -99,9 +99,9 @@ class PassAudit(comparison.Auditor):
                 batches[at] = next(iterator)
                 iterators[at] = _put_back(batches[at], iterator)
         agreed = self._agree(batches.values())
-        given = iterators if isinstance(given, list) else iterators[0]
+        data = iterators if isinstance(data, list) else iterators[0]
         if agreed is None:
-            return given
+            return data
         shared = self._share(batches, source, group)
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
@@ -109,24 +109,25 @@ class PassAudit(comparison.Auditor):
             run = functools.partial(self._run, forward_backward, audited, shared, reads_data)
             first = run()
             repeated = agreed != _UNTESTED or torch.equal(first, run())
-            # First commit the newest generation on all roles: reporting a mismatch ends the epoch.
+            # The newest generation is committed first: reporting a mismatch ends the epoch.
             self._await_committed()
             repeat = run if agreed == _REPEATABLE else None
             mismatch = self._judge(*self._gather(first, repeated=repeated), repeat)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
         self._stop_if_wrong(mismatch)
-        return given
+        return data
 
     def _min_micro_batches(self) -> int:
-        """Return the minimum for a pipeline, as in megatron/core/pipeline_parallel/schedules.py."""
+        """Return the minimum number of micro-batches of the pipeline, as in
+        megatron/core/pipeline_parallel/schedules.py."""
         if len(self._loop.model_chunks) == 1:
             return 1
         return int(loops.model_config(self._loop).microbatch_group_size_per_vp_stage)
 
     def _agree(self, batches: Iterable[Any]) -> int | None:
-        """Return _UNTESTED or _REPEATABLE, the same on all roles, or None if audits end. Roles must
-        agree, and a process that joined later knows less than others."""
+        """Return _UNTESTED or _REPEATABLE, the same on all roles, or None if audits end. Roles have
+        to agree, since a process that joined later knows less than others."""
         state = {None: _UNTESTED, False: _GIVEN_UP, True: _REPEATABLE}[self._is_repeatable]
         if state != _GIVEN_UP and not all(map(_has_named_tensors, batches)):
             state = _UNSENDABLE
@@ -146,8 +147,8 @@ class PassAudit(comparison.Auditor):
         """Return the micro-batch of each chunk that reads data, and random states of ``source``."""
         payload = b""
         if source == dist.get_rank():
-            found = {str(chunk): dict(batch) for chunk, batch in batches.items()}
-            payload = codec.encode({_BATCHES: found, **extras.random_states()})
+            named = {str(chunk): dict(batch) for chunk, batch in batches.items()}
+            payload = codec.encode({_BATCHES: named, **extras.random_states()})
         return codec.decode(broadcast_bytes(payload, source, group, current_device()))
 
     def _run(
@@ -157,8 +158,8 @@ class PassAudit(comparison.Auditor):
         shared: dict[str, Any],
         reads_data: Sequence[bool],
     ) -> Tensor:
-        """Run the micro-batch through the pipeline; return for each chunk sums of its output, of
-        the gradient that came back and of its weights' gradients, of shape (chunks, 3, 2)."""
+        """Run the micro-batch through the pipeline. Return for each chunk the sums of its output,
+        of the gradient that came back, and of its weights' gradients: shape (chunks, 3, 2)."""
         device, chunks = current_device(), self._loop.model_chunks
         times = arguments["num_microbatches"]
         sums = torch.zeros(len(chunks), 3, 2, dtype=torch.int64, device=device)
@@ -173,7 +174,7 @@ class PassAudit(comparison.Auditor):
 
         extras.set_random_states(shared)
         data: list[Any] = [
-            # A copy for each pass, as a pass may remove entries.
+            # Each pass gets a copy, since it may remove entries.
             iter([dict(shared[_BATCHES][str(at)]) for _ in range(times)]) if reads else None
             for at, reads in enumerate(reads_data)
         ]
@@ -201,8 +202,8 @@ class PassAudit(comparison.Auditor):
     def _gather(
         self, sums: Tensor, *, repeated: bool
     ) -> tuple[dict[int, comparison.Pass], dict[int, bool]]:
-        """Return the passes of all chunks of all roles (each a number, see :meth:`_roles`), and
-        whether a repetition gave the same bytes."""
+        """Return the passes of all chunks of all roles, and whether a repetition gave the same
+        bytes; a chunk of a role has a single number (:meth:`_roles`)."""
         own = [
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -227,7 +228,7 @@ class PassAudit(comparison.Auditor):
         return passes, {number: bool(found[number // chunks][3]) for number in passes}
 
     def _roles(self, numbers: Iterable[int]) -> list[int]:
-        """Return the roles of these chunks."""
+        """Return the roles of the chunks with these numbers."""
         return sorted({number // len(self._loop.model_chunks) for number in numbers})
 
     def _judge(
@@ -237,17 +238,17 @@ class PassAudit(comparison.Auditor):
         repeat: Callable[[], Tensor] | None,
     ) -> comparison.Mismatch | None:
         """Return the mismatch of the passes, if any. Without a majority all peers ``repeat`` the
-        passes, and a role whose result changes is faulty: so intermittent faults are found.
-        ``repeat`` is None on all roles if the passes were repeated already."""
-        keys = comparison.comparable(passes)
+        passes, and a role whose result changes has an intermittent fault. ``repeat`` is None on all
+        roles if the passes were repeated already."""
+        keys = comparison.comparison_keys(passes)
         is_same = {number: (keys[number], same) for number, same in repeated.items()}
-        if odd := comparison.unrepeatable(is_same):
-            reason = f"the same pass gives other bytes each time, of roles {self._roles(odd)}"
+        if bad := comparison.unrepeatable_roles(is_same):
+            reason = f"the same pass gives other bytes each time, of roles {self._roles(bad)}"
             self._give_up(f"{reason} (try --deterministic-mode)")
             return None
         self._is_repeatable = True
         if len({each.hardware for each in passes.values()}) > 1:
-            self._report_incomparable(self._roles(comparison.incomparable(keys)), "the passes")
+            self._report_incomparable(self._roles(comparison.without_peers(keys)), "the passes")
         mismatch = comparison.compare_passes(passes)
         if mismatch is not None and not mismatch.is_certain and repeat is not None:
             again, _ = self._gather(repeat(), repeated=True)
@@ -264,7 +265,7 @@ def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
 
 
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:
-    """Return the iterator with ``batch`` before it; Megatron's has only ``__next__``."""
+    """Return the iterator with ``batch`` before it; Megatron's iterators have only ``__next__``."""
     return itertools.chain([batch], iter(lambda: next(iterator), object()))
 
 
@@ -278,14 +279,14 @@ def _has_named_tensors(batch: Any) -> bool:
 def _rerun_machine_idle() -> Iterator[None]:
     """Keep the passes of an audit from Megatron's rerun machine, which checks every result.
 
-    It judges no results meanwhile (NaN excepted, if the machine is off), and afterwards has the
-    same counts, largest values and requests for a rerun as before."""
+    The machine judges no results meanwhile (except NaN, if the machine is off). Afterwards it has
+    the same counts, largest values and requests for a rerun as before."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is None:
         yield
         return
     kept = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(machine).items()}
-    # The machine judges nothing in its first run.
+    # The machine judges no results in its first run.
     machine.state = rerun_state_machine.RerunState.INITIAL_RUN
     machine.first_iteration_complete = False
     machine.rerun_requested = False

@@ -1,8 +1,8 @@
 """The replay of an update of an inner optimizer, from its previous state and its gradients.
 
-``step`` of the live optimizer's own class does it, with its own flags, on tensors of the same
-device: with the same implementation (for-each, fused), equal bytes give equal numbers. The
-comparison with the owner's state proves that.
+The ``step`` of the live optimizer's own class makes the update, with the optimizer's flags, on
+tensors of the same device: with the same implementation (for-each, fused), equal bytes give equal
+numbers. The comparison with the owner's state proves that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
 
 def replay_refusal(optimizer: Any) -> str:
-    """Return why the same update could give other bytes; empty if it cannot."""
+    """Return the reason why the same update could give other bytes; empty if it cannot."""
     groups = [group for inner in optimizers.param_group_values(optimizer) for group in inner]
     if any(isinstance(value, Tensor) for group in groups for value in group.values()):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
@@ -51,17 +51,17 @@ def replay_refusal(optimizer: Any) -> str:
     return ""
 
 
-def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
+def plain_group_values(inner: Any) -> tuple[dict[str, Any], ...]:
     """Return the plain values of each parameter group: learning rate, betas, ..."""
     return tuple(group_values(inner.optimizer.param_groups))
 
 
 @dataclass(frozen=True)
 class ParameterCopy:
-    """A parameter, with its gradient, and what its optimizer keeps for it, on memory of their own.
+    """A copy of a parameter with its gradient, and of the state that its optimizer keeps for it.
 
-    ``number``: over all groups; ``group``: which one it is in. ``tensors``: the parameter under the
-    empty name, then its state; ``values``: state that is no tensor.
+    ``number``: its number over all groups; ``group``: the number of its group. ``tensors``: the
+    parameter under the empty name, then its state; ``values``: state that is no tensor.
     """
 
     number: int
@@ -76,7 +76,7 @@ class ParameterCopy:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what the optimizer keeps for it."""
+        """Return the state that the optimizer keeps for the parameter."""
         return {**self.values, **{name: t for name, t in self.tensors.items() if name}}
 
 
@@ -105,13 +105,13 @@ def update_copies(
 
 
 def _step(adam: Any) -> None:
-    # The class's own: a learning rate scheduler may have wrapped that of the live object.
+    # The class's function is called: a learning rate scheduler may have wrapped the live object's.
     with torch.no_grad():
         type(adam).step(adam)
 
 
 def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter, under the empty name, then what its optimizer keeps for it."""
+    """Yield a parameter, under the empty name, then the tensors of its optimizer's state."""
     yield "", parameter
     yield from optimizers.state_tensors(inner, parameter).items()
 

@@ -1,8 +1,8 @@
 """Transfer of inner updates to peers that compute them as well: a description, then bytes by chunk.
 
-The role of an update describes it once: the parameters of each chunk, the group of each parameter,
-and the type, shape and device of its tensors. A chunk is a flat tensor of bytes, on the device of
-the communication.
+The role that makes an update describes the update once: the parameters of each chunk, the group of
+each parameter, and the type, shape and device of its tensors. A chunk is a flat tensor of bytes, on
+the device of the communication.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class TensorMeta(Listed):
-    """A tensor without its values: its type by name, and where its optimizer keeps it."""
+    """A tensor without its values. ``dtype``: its type by name; ``is_on_host``: whether its
+    optimizer keeps it on the host."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +38,7 @@ class TensorMeta(Listed):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its values."""
+        """Return the number of bytes of the values."""
         return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     @staticmethod
@@ -78,7 +79,7 @@ def describe(inner: Any) -> bytes:
             metas = {name: TensorMeta.of(tensor) for name, tensor in tensors.items()}
             number, values = next(parameters), plain_values(inner, parameter)
             found[-1].append(Parameter(number, groups[number], metas, values))
-    whole = Description(update_replay.used_values(inner), tuple(map(tuple, found)))
+    whole = Description(update_replay.plain_group_values(inner), tuple(map(tuple, found)))
     return codec.encode(whole.to_dict())
 
 
@@ -95,8 +96,8 @@ def chunk_bytes(chunk: Sequence[Parameter]) -> int:
 def pack(
     inner: Any, chunk: Sequence[Parameter], before: Callable[[Tensor], Tensor], device: torch.device
 ) -> Tensor:
-    """Return the bytes of a chunk: gradients as they are, other tensors as returned by
-    ``before``."""
+    """Return the bytes of a chunk: the live gradients, and ``before(tensor)`` for all other
+    tensors."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
     parameters = parameters_of(inner)
     for each, places in _places(chunk, flat):
@@ -109,7 +110,7 @@ def pack(
 
 
 def unpack(chunk: Sequence[Parameter], flat: Tensor) -> list[update_replay.ParameterCopy]:
-    """Inverse of :func:`pack`, on memory of its own, with the gradients in place."""
+    """Return copies of the parameters in a chunk of :func:`pack`, with their gradients set."""
     copies = []
     for each, places in _places(chunk, flat):
         tensors = {}

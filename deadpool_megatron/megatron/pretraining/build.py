@@ -1,8 +1,8 @@
 """One pass of pretrain() up to train(): the objects that it built, and how to renew its iterators.
 
-A script parses its arguments itself from Megatron-LM 0.18 on: once, before pretrain(), when this
-process has no role yet; they are parsed again for every role that it gets. Before 0.18
-initialize_megatron() parses them, and :class:`CommandLine` does nothing.
+From Megatron-LM 0.18 on, a script parses its arguments itself, once, before pretrain(), when this
+process has no role yet. They are parsed again for every role that the process gets. Before 0.18
+initialize_megatron() parses them, and :class:`CommandLine` has no effect.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from deadpool_megatron.megatron.replacement import replaced
 from deadpool_megatron.megatron.stand_ins import with_own_generator
 
 
-class Reached(BaseException):
-    """Leaves pretrain() where a pass ends. Not an Exception: nothing of Megatron may catch it."""
+class PassEnd(BaseException):
+    """Leaves pretrain() where a pass ends. It is no Exception, so that Megatron cannot catch it."""
 
 
 class NothingToTrain(ValueError):
-    """The arguments leave nothing to protect; one clear line."""
+    """The arguments leave no iteration to train; the message is one line."""
 
 
 class CommandLine:
@@ -49,15 +49,15 @@ class CommandLine:
         self._parse: Callable[[], Any] | None = None
 
     def parse_without_role(self, parse: Callable[[], Any]) -> Any:
-        """Return the arguments from which the script makes its config. Prints nothing, and opens no
-        writers: a role does both."""
+        """Return the arguments from which the script makes its config. Neither prints nor opens
+        writers: both are for a process with a role."""
         self._parse = parse
         os.environ["WORLD_SIZE"] = str(MemberPlace.from_environment().world_size)
         with no_writers(), contextlib.redirect_stdout(io.StringIO()):
             return parse()
 
     def parse_for_role(self) -> None:
-        """Parse again what the script has parsed, for the present RANK."""
+        """Parse the arguments again for the present RANK, if the script has parsed them."""
         if self._parse is not None:
             forget_globals()
             self._parse()
@@ -72,7 +72,7 @@ def no_writers() -> contextlib.AbstractContextManager[None]:
 
 
 def forget_globals() -> None:
-    """Unset the globals of parsing and initialize_megatron(), which can then be called again. The
+    """Unset the globals of parsing and initialize_megatron(), so that both can be called again. The
     groups stay."""
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
@@ -83,7 +83,7 @@ def forget_globals() -> None:
 
 @dataclass
 class _Source:
-    """The data of one model chunk. ``datasets``: as the provider made them, once."""
+    """The data of one model chunk. ``datasets``: the data sets, which ``provider`` makes once."""
 
     make_iterators: Callable[..., tuple[Any, Any, Any]]
     provider: Any
@@ -91,8 +91,8 @@ class _Source:
 
 
 class Build:
-    """See the module text. ``detached``: built without peers. ``kinds``: of parameters, from an
-    earlier build of this run."""
+    """See the module text. ``detached``: built without peers. ``kinds``: the kinds of parameters
+    that an earlier build of this run has recorded (:meth:`kinds_exchanged`)."""
 
     def __init__(self, command_line: CommandLine, kinds: Sequence[tuple[Any, Any]] = ()) -> None:
         self._command_line = command_line
@@ -102,7 +102,7 @@ class Build:
         self.complete = False
         #: the result of setup_model_and_optimizer()
         self.objects: tuple[Any, ...] = ()
-        #: of every model chunk: iterators for training, validation and test
+        #: for every model chunk: iterators for training, validation and test
         self.iterators: list[tuple[Any, Any, Any]] = []
         self.train: Callable[..., Any] = _not_reached
         self.train_arguments: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class Build:
 
         Collective. Draws from the random generators.
         """
-        # As rank 0 finds them: without peers they were only assumed.
+        # From now on rank 0 knows whether there is data: without peers that was only assumed.
         _assume_data(False)
         made = []
         for source in self._sources:
@@ -135,7 +135,7 @@ class Build:
                 made.append(source.make_iterators(source.provider))
         self.iterators = made
         train, valid = made[0][:2]
-        if isinstance(self.train_arguments["train_data_iterator"], list):  # of virtual stages
+        if isinstance(self.train_arguments["train_data_iterator"], list):  # virtual stages
             train, valid = ([iterators[kind] for iterators in made] for kind in (0, 1))
         self.train_arguments.update(train_data_iterator=train, valid_data_iterator=valid)
 
@@ -143,7 +143,7 @@ class Build:
         """Give the objects of role ``old`` to role ``new``, of the same stage class.
 
         Megatron's groups are those of the new role already. The model stays, with its buffers;
-        Megatron's own function makes the optimizer, whose shard is another.
+        Megatron's own function makes a new optimizer, since its shard is another.
         """
         from megatron.training import get_args
 
@@ -156,8 +156,8 @@ class Build:
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
-        # Where the user gives samples, the first call noted their iterations here: they would make
-        # the schedule that of a run by iterations, without a warm-up.
+        # If the user gives samples, the first call has set train_iters from them. With it the
+        # schedule would be that of a run by iterations, without a warm-up.
         get_args().train_iters = self._train_iters
         nothing_loaded = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
         with use_handlers(nothing_loaded), self.kinds_exchanged():
@@ -166,9 +166,9 @@ class Build:
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
 
     def close(self) -> None:
-        """Drop all references. Loaders end their worker processes when they are freed, at once if
-        it is by their last reference; the garbage collector closes their queues before they can
-        end the workers, and they wait for each of them."""
+        """Drop all references. Loaders end their worker processes when they are freed. That is fast
+        if their last reference is dropped here; the garbage collector would close their queues
+        first, and they would wait for each worker."""
         self.iterators.clear()
         self.train_arguments.clear()
         self.objects = ()
@@ -181,8 +181,8 @@ class Build:
         self.detached = is_detached(dist.group.WORLD)
 
     def progress_log_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Keep a spare that is built for role 0 from writing Megatron's log of progress while the
-        block runs: it does not start the job."""
+        """While the block runs, keep a spare that is built for role 0 from writing Megatron's log
+        of progress: it does not start the job."""
         from megatron.training import training
 
         append = training.append_to_progress_log
@@ -195,12 +195,12 @@ class Build:
 
     @contextlib.contextmanager
     def kinds_exchanged(self) -> Iterator[None]:
-        """Record in :attr:`kinds` the kinds of parameters that ranks exchange while the block runs,
-        so that each has a group of each kind (megatron/core/optimizer/__init__.py,
-        _get_param_groups); without peers take them from it.
+        """Record in :attr:`kinds` the kinds of parameters that ranks exchange while the block runs;
+        without peers, take the kinds from there. Ranks exchange them so that each rank has a group
+        of each kind (megatron/core/optimizer/__init__.py, _get_param_groups).
 
-        A stage without experts, or without embeddings, has fewer kinds than others. They follow
-        from the model and from the optimizer's overrides for some parameters.
+        A stage without experts, or without embeddings, has fewer kinds than others. The kinds
+        follow from the model and from the optimizer's overrides for some parameters.
         """
         from megatron.core import optimizer
 
@@ -208,14 +208,14 @@ class Build:
         exchanged: list[tuple[Any, Any]] = []
 
         def make_groups(model: Any, config: Any, overrides: Any) -> Any:
-            given = list((overrides or {}).values())
+            values = list((overrides or {}).values())
 
             def exchange(found: list[Any], own: Any) -> None:
                 gather(found, own)
                 if is_detached(dist.group.WORLD) and len(exchanged) < len(self.kinds):
                     known, kinds = self.kinds[len(exchanged)]
-                    found += [kinds] if known == given else []
-                exchanged.append((given, list(dict.fromkeys(itertools.chain(*found)))))
+                    found += [kinds] if known == values else []
+                exchanged.append((values, list(dict.fromkeys(itertools.chain(*found)))))
 
             with replaced(dist, all_gather_object=exchange):
                 return make(model, config, overrides)
@@ -233,7 +233,7 @@ class Build:
         return self.objects
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the checkpoint, but not without peers: the state comes with a role."""
+        """Load the checkpoint, but not without peers: then the state comes with a role."""
         if self.detached:
             return 0, 0
         return load_exactly(original, *args, **kwargs)
@@ -263,15 +263,16 @@ class Build:
     def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.train, self.train_arguments = original, bound_arguments(original, args, kwargs)
         self.complete = True
-        raise Reached
+        raise PassEnd
 
 
 def _keep_whole_mask(dataset: Any) -> None:
     """Remove the holes from the mask of losses that a data set keeps for all of its samples.
 
-    Megatron keeps the mask of the first sample which a process, or each worker of a loader, reads,
+    Megatron keeps the mask of the first sample that a process, or each worker of a loader, reads,
     and then masks the padding of that sample in it (gpt_dataset.py, ``__getitem__``). The loss of
-    later samples would depend on the place where a process has begun, and a spare begins elsewhere.
+    later samples would depend on the sample with which a process starts, and a spare starts with
+    another.
     """
     for part in getattr(dataset, "datasets", [dataset]):  # a blend has several
         if getattr(part, "masks_and_position_ids_are_cacheable", False) and len(part) > 0:
@@ -287,10 +288,12 @@ def _loaders_with_own_generators() -> contextlib.AbstractContextManager[None]:
 
 
 def _loaders_may_be_empty() -> contextlib.AbstractContextManager[None]:
-    """Give a data set of which every sample is read a loader without batches while the block runs.
+    """While the block runs, give a data set whose samples have all been read a loader without
+    batches.
 
-    Megatron's sampler refuses to begin there (data_samplers.py), and there a run is after its last
-    iteration and its last evaluation: a blend has exactly the samples that they take.
+    Megatron's sampler refuses to begin after the last sample (data_samplers.py). A run is there
+    after its last iteration and its last evaluation: a blend has exactly as many samples as it
+    needs.
     """
     from megatron.training import get_args, training
 
@@ -304,14 +307,14 @@ def _loaders_may_be_empty() -> contextlib.AbstractContextManager[None]:
     return replaced(training, build_pretraining_data_loader=build_unless_read)
 
 
-def _assume_data(there: bool) -> None:
+def _assume_data(exists: bool) -> None:
     """Set whether there is data to train and evaluate on, which
-    build_train_valid_test_data_loaders() otherwise takes from rank 0."""
+    build_train_valid_test_data_loaders() takes from rank 0 if there are peers."""
     from megatron.training import get_args
 
     args = get_args()
-    evaluates = there and bool(args.full_validation or args.eval_iters)
-    args.do_train, args.do_valid, args.do_test = there, evaluates, evaluates
+    evaluates = exists and bool(args.full_validation or args.eval_iters)
+    args.do_train, args.do_valid, args.do_test = exists, evaluates, evaluates
 
 
 def _keep(datasets: Any) -> Handler:
@@ -319,19 +322,19 @@ def _keep(datasets: Any) -> Handler:
 
 
 def _with_failpoints(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that makes iterators: each passes a failpoint before every batch."""
+    """Wrap a function that makes iterators, so that each passes a failpoint before every batch."""
 
     def hit(batch: Any) -> Any:
         failpoints.hit("data.next")
         return batch
 
-    def made(provider: Any) -> Any:
+    def wrapper(provider: Any) -> Any:
         iterators = make(provider)
         for rerunnable in filter(None, iterators):
             rerunnable.iterable = map(hit, rerunnable.iterable)
         return iterators
 
-    return made
+    return wrapper
 
 
 def _not_reached(**arguments: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """Dispatch of hooked Megatron-LM functions to the handlers in use.
 
-A call of a hooked function (:mod:`deadpool_megatron.hookpoints`) goes to its handler if that is in
-use, and else to the function itself. Main thread only.
+A call of a hooked function (:mod:`deadpool_megatron.hookpoints`) goes to the handler in use for
+that function, or else to the function itself. Main thread only.
 """
 
 from __future__ import annotations

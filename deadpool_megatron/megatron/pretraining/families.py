@@ -1,7 +1,7 @@
-"""The differences between versions of Megatron-LM, a row for each family of them.
+"""The differences between versions of Megatron-LM, a row for each family of versions.
 
-The rest of the package asks :func:`family`, never a version. Its methods import Megatron when they
-are called.
+The rest of the package asks :func:`family`, never a version. The methods of a family import
+Megatron when they are called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Family:
     queue_from_start: bool = False
 
     def own_config(self, argument: Any) -> Any:
-        """Return an argument of pretrain() such that training changes only a copy of it."""
+        """Return an argument of pretrain(), or a copy of it if training would change it."""
         if not self.config_class:
             return argument
         holder, name = place(self.config_class)
@@ -42,10 +42,10 @@ class Family:
         the model."""
         from megatron.training import training
 
-        # Without a model in the config it asks get_model().
-        without = {"cfg_container": None, "model_provider_func": _never}
+        # Without a model in the config, set_up() calls get_model().
+        no_model = {"cfg_container": None, "model_provider_func": _never}
         with replaced(training, get_model=lambda *_args, **_kwargs: model):
-            return set_up(**without) if self.built_from_config else set_up()
+            return set_up(**no_model) if self.built_from_config else set_up()
 
     def drop_saves(self) -> None:
         """Stop the writers of asynchronous saves and forget their saves."""

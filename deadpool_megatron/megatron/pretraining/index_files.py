@@ -1,7 +1,7 @@
 """Index files of data sets, made by any process that finds them missing.
 
-Megatron-LM has rank 0 make them while the other ranks wait in a barrier. A role that is built
-without peers cannot wait: role 0 may be later, or the files were removed since.
+Megatron-LM has rank 0 make these files while the other ranks wait in a barrier. A role that is
+built without peers cannot wait: role 0 may come later, or the files may have been removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DATA = re.compile(r"((train|valid|test)_)?data_path|tokenizer_model|vocab_file|
 
 
 def written_whole() -> contextlib.AbstractContextManager[None]:
-    """Have numpy save files by their names whole or not at all while the block runs."""
+    """While the block runs, have numpy save each file whole or not at all under its name."""
     save = np.save
 
     def save_whole(file: Any, *args: Any, **options: Any) -> None:
@@ -42,8 +42,8 @@ def written_whole() -> contextlib.AbstractContextManager[None]:
 
 
 def made_where_missing(make: Callable[[], Any]) -> Any:
-    """Return the data sets of ``make()``. If an index file is missing, make the files as rank 0,
-    one process of the run after the other."""
+    """Return the data sets of ``make()``. If an index file is missing, make the files as rank 0
+    would; a single process of the run does that at a time."""
     try:
         return make()
     except FileNotFoundError as error:
@@ -56,7 +56,7 @@ def made_where_missing(make: Callable[[], Any]) -> Any:
     rank = dist.get_rank
     as_first = replaced(dist, get_rank=lambda group=None: 0 if group is None else rank(group))
     with name.open("w") as lock, as_first:
-        with contextlib.suppress(BlockingIOError):  # twice the same files do no harm
+        with contextlib.suppress(BlockingIOError):  # to make the same files twice does no harm
             file_systems.lock(lock.fileno(), name, _LOCK_SECONDS)
         return make()
 

@@ -1,14 +1,13 @@
 """TensorBoard, W&B and the lines of training_log(): each step once, in any process.
 
 A step that is repeated after a recovery is not written again by the process that wrote it. The last
-role also notes in the run directory which lines it has written: another process that takes the role
-over continues after them, in a file of its own. (The purge step of TensorBoard would hide the
-points "vs samples" of all steps before, too.) Lines that a closed epoch interrupts are not written
-at all. Lines that a killed process had written and not noted are written again, with the same
-numbers.
+role also notes in the run directory which lines it has written: another process that takes over the
+role continues after them, in a file of its own. (The purge step of TensorBoard would also hide the
+points "vs samples" of all earlier steps.) Lines that a closed epoch interrupts are not written at
+all. Lines that a killed process had written and not noted are written again, with the same numbers.
 
-W&B has one run for the whole of a training, which a successor continues. Its service keeps rows in
-memory for a while, and ends with the process that wrote them: those rows are missing then.
+W&B has a single run for the whole training, which a successor continues. W&B's service keeps rows
+in memory for a while, and ends with the process that wrote them: then those rows are lost.
 
 The run's own records receive the same numbers, exactly.
 """
@@ -48,7 +47,7 @@ class Logbook:
     """The log writers of one process; main thread only. Only the last role has writers."""
 
     def __init__(self, run_directory: Path) -> None:
-        # (iteration, kind of line) of the newest lines written by this process, or before it.
+        # Kind of line -> iteration of the newest line that this or an earlier process has written.
         self._written: dict[str, int] = {}
         self._writer: Any = None
         self._wandb: Any = None
@@ -62,13 +61,13 @@ class Logbook:
 
     def open(self, restored: bool, first_iteration: int) -> None:
         """Open the writers, once in a process; ``first_iteration`` is the next to be written. Later
-        calls drop all further writes, except in :meth:`lines`: the first writes of train() are
-        there.
+        calls drop all further writes outside of :meth:`lines`, in which train() makes its first
+        writes.
 
         ``restored``: another process of the run may have written that iteration before.
         """
         if self._opened:
-            self._give(None, None)
+            self._set_writers(None, None)
             return
         self._opened = True
         if restored:
@@ -82,8 +81,8 @@ class Logbook:
         self._write_note()
 
     def close(self) -> None:
-        """End W&B's run after the training. Megatron does so itself, but not after a recovery, when
-        it sees no writer; rows that W&B has not written would be lost with the process."""
+        """End W&B's run after the training. Megatron does that itself, but not after a recovery,
+        when it finds no writer; rows that W&B has not written would be lost with the process."""
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             wandb.finish()
@@ -94,14 +93,14 @@ class Logbook:
     ) -> Iterator[None]:
         """Hold back the lines of ``kind`` of ``iteration`` that the block prints and writes.
 
-        They are written at its end, unless ``check`` raises EpochClosed.
+        They are printed and written at the end of the block, unless ``check`` raises EpochClosed.
         """
         is_repeated = iteration <= self._written.get(kind, 0)
         is_shown, printed = not is_repeated, io.StringIO()
         try:
             with self.silence(), self._held() as held, contextlib.redirect_stdout(printed):
                 if not is_repeated:
-                    self._give(self._writer, self._wandb)
+                    self._set_writers(self._writer, self._wandb)
                 yield
             check()
         except EpochClosed:
@@ -115,17 +114,18 @@ class Logbook:
         for write in held:
             write()
         self._written[kind] = iteration
-        if kind == "log" or epoch == self._epoch:  # else the marks of a recovery are yet to come
+        if kind == "log" or epoch == self._epoch:  # otherwise a recovery has to be marked first
             self._epoch, self._wall_seconds = epoch, time.time()
         if self._is_last():
             self._write_note()
 
     def mark(self, epoch: int, recomputed: int, iteration: int, *, shown: bool) -> None:
-        """Write the epoch among the lines of an iteration, a curve that steps up with each
-        recovery, and with the first new line after a recovery its cost. ``shown``: in this
-        iteration; marks that are not shown are written in the next that is.
+        """Write the epoch among the lines of an iteration, as a curve that steps up with each
+        recovery, and with the first new line after a recovery also its cost. If this iteration is
+        not ``shown``, the marks are written in the next iteration that is.
 
-        The seconds are those in which nothing new was logged, by the clocks of the loggers.
+        The cost in seconds is the time in which no new line was logged, by the clocks of the
+        processes that log.
         """
         from megatron.training import global_vars
 
@@ -146,8 +146,8 @@ class Logbook:
 
     @contextmanager
     def _held(self) -> Iterator[list[functools.partial[None]]]:
-        """Defer the writes of the block: yield the calls to make. The writers keep their types,
-        which Megatron checks."""
+        """Defer the writes of the block: yield the calls that make them. The writers keep their
+        types, which Megatron checks."""
         calls: list[functools.partial[None]] = []
 
         def later(write: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +167,7 @@ class Logbook:
 
         return replaced(global_vars, _GLOBAL_TENSORBOARD_WRITER=None, _GLOBAL_WANDB_WRITER=None)
 
-    def _give(self, writer: Any, wandb: Any) -> None:
+    def _set_writers(self, writer: Any, wandb: Any) -> None:
         from megatron.training import global_vars
 
         global_vars._GLOBAL_TENSORBOARD_WRITER = writer
@@ -182,7 +182,7 @@ class Logbook:
         try:
             note = json.loads(self._note.read_text())
         except (OSError, ValueError):
-            return  # no process has written any
+            return  # no process has written lines
         for kind, iteration in note["written"].items():
             self._written[kind] = max(self._written.get(kind, 0), iteration)
         self._epoch, self._wall_seconds = note.get("epoch"), note.get("wall_seconds")
@@ -190,7 +190,7 @@ class Logbook:
     def _write_note(self) -> None:
         """Note that the lines written so far are complete."""
         if self._writer is not None:
-            # Its own flush comes every two minutes; a kill would take the lines with it.
+            # The writer flushes by itself only every two minutes: a kill would lose the lines.
             self._writer.flush()
         note = {"written": self._written, "epoch": self._epoch, "wall_seconds": self._wall_seconds}
         write_json(self._note, note)
@@ -212,7 +212,7 @@ class Logbook:
         name_run(os.environ)
         global_vars._set_wandb_writer(args)
         self._wandb = global_vars._GLOBAL_WANDB_WRITER
-        self._give(self._writer, self._wandb)
+        self._set_writers(self._writer, self._wandb)
 
 
 def name_run(environment: MutableMapping[str, str]) -> None:
@@ -277,6 +277,7 @@ def _is_reporting_role() -> bool:
 
 
 def _loss(losses: Mapping[str, Any]) -> str:
-    """Return the loss of the training, exactly: Megatron's models call it ``lm loss``."""
+    """Return the loss of the training as hexadecimal text: Megatron's models call it ``lm
+    loss``."""
     value = losses.get("lm loss", next(iter(losses.values())))
     return float(value).hex()

@@ -2,19 +2,20 @@
 of save_checkpoint(), with marks for the values that an iteration changes.
 
 An error of the file system in a save costs that checkpoint, not the run. A save is a row of
-collectives with file operations between them, nearly all of them on role 0. An error that leaves in
-the middle takes role 0 out of the row, and the others wait for it. Here the operation is skipped
-instead, every role runs the whole row, and at its end all of them agree that the checkpoint does
-not count. In the older format (--ckpt-format torch) many roles write files of their own, and role 0
-then the tracker: there they agree before. Read with core_v0.16.1 open: checkpointing.py
-(save_checkpoint), dist_checkpointing/serialization.py (save), strategies/state_dict_saver.py.
+collectives with file operations between them, nearly all of which are on role 0. An error in the
+middle would take role 0 out of the row, and the other roles would wait for it. Here the operation
+is skipped instead, every role runs the whole row, and at its end all roles agree that the
+checkpoint does not count. In the older format (--ckpt-format torch) many roles write files of their
+own before role 0 writes the tracker, so there the roles agree before the tracker. The sources are
+those of core_v0.16.1: checkpointing.py (save_checkpoint), dist_checkpointing/serialization.py
+(save), strategies/state_dict_saver.py.
 
-A save is written as the user asked, and counts where it holds everything that a resume needs
-(:func:`unusable_reason`). Exports are whole, independent of the saves.
+A save is written as the user requests it, and counts if it holds all state that a resume needs
+(:func:`unusable_reason`). Exports hold all state, whatever the saves hold.
 
 Megatron's own functions make the content of a save; only those that would communicate are left out.
-No iteration of a generation is to be run again: Megatron writes nothing of an idle rerun machine,
-or since 0.18 its state.
+A generation has no iteration that has to be rerun: Megatron writes no state of an idle rerun
+machine, or since 0.18 an idle state.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _ALONE = (
     "megatron.training.checkpointing:print_rank_0",
 )
 _PROBE_BYTES = 4096
-# Of Megatron's arguments, which are part of a checkpoint: counted by every iteration.
+# Megatron's arguments, which are part of a checkpoint, that every iteration advances.
 _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
@@ -80,7 +81,7 @@ class StorageFaults:
             self._note(error)
 
     def agree(self, device: torch.device) -> bool:
-        """Return whether an operation was skipped. Collective: role 0 knows of all."""
+        """Return whether an operation was skipped. Collective: role 0 knows all errors."""
         found = torch.tensor([bool(self._found)], dtype=torch.int32, device=device)
         dist.broadcast(found, src=0)
         return bool(found.item())
@@ -92,7 +93,7 @@ class StorageFaults:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Skip operations after an error, in saves and their later finalisation, in the block."""
+        """In the block, skip operations of saves and of their later finalisation after an error."""
         wrappers = {
             **dict.fromkeys((*_ALONE, *family().common_saves), self._alone),
             **dict.fromkeys(family().openers, self._opening),
@@ -108,7 +109,7 @@ class StorageFaults:
     @contextlib.contextmanager
     def written_by_many(self) -> Iterator[None]:
         """Skip operations after an error in a save of the older format, and share the error among
-        all roles before the tracker is written: at the barrier after their files are written."""
+        all roles before the tracker is written: at the barrier that follows their files."""
         barrier = dist.barrier
 
         def agreed(*args: Any, **kwargs: Any) -> Any:
@@ -134,13 +135,13 @@ class StorageFaults:
                 return None
             try:
                 return original(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch.save() raises the second
+            except (OSError, RuntimeError) as error:  # torch.save() raises RuntimeError
                 self._note(error)
 
         return run
 
     def _together(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of all roles, which raises on all when a role could not write."""
+        """Wrap a function of all roles, which raises on all roles if one role could not write."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             try:
@@ -148,7 +149,7 @@ class StorageFaults:
             except CheckpointException as error:
                 if not self.tolerated:
                     raise
-                # The failures of all roles, with tracebacks: the first has the reason.
+                # The error has the failures of all roles, with tracebacks: the first is the reason.
                 first = next(iter(error.failures.values()), (error, None))[0]
                 self._note(first)
 
@@ -161,7 +162,7 @@ class StorageFaults:
             if self.tolerated and mode in ("w", "a", "a+"):
                 return self._noting(original, str(path), mode)
             if self.tolerated and self._found and str(path).endswith(".txt"):
-                return io.StringIO("0")  # the tracker: no checkpoint before, so none is deleted
+                return io.StringIO("0")  # the tracker names no checkpoint, so none is deleted
             return original(path, mode, *args, **kwargs)
 
         return run
@@ -199,7 +200,7 @@ class Saves(StorageFaults):
     ) -> None:
         super().__init__()
         self.unfinished = 0
-        # Captured at the newest lasting save, for the moment at which it is finalised.
+        # The extras at the newest lasting save, kept until that save is finalised.
         self._extras = b""
         self.owed = False
         #: iteration -> the checkpoint and the reason why it was not written, as role 0 knows
@@ -220,10 +221,10 @@ class Saves(StorageFaults):
     ) -> None:
         """Write a checkpoint, or start to. Collective.
 
-        ``lasting``: Megatron keeps it, not only until the next. ``is_last``: if it is lost, the
-        rest of the run owes it, as no other follows. ``may_be_lost``: an error of the file system
-        costs the checkpoint; else it ends this process. ``capture`` returns the extras to store
-        with a lasting checkpoint.
+        ``lasting``: Megatron keeps the checkpoint after the next save. ``is_last``: if it is lost,
+        the run still owes it, since no other checkpoint follows. ``may_be_lost``: an error of the
+        file system costs the checkpoint; otherwise it ends this process. ``capture`` returns the
+        extras to store with a lasting checkpoint.
         """
         from megatron.training import get_args
 
@@ -239,7 +240,7 @@ class Saves(StorageFaults):
                 self._owe(iteration if is_last else 0)
                 return
         if lasting:
-            # A state that continues from this checkpoint owes none.
+            # A run that continues from this checkpoint owes no checkpoint.
             with replaced(self, unfinished=0):
                 self._extras = capture()
         is_older = get_args().ckpt_format == "torch"
@@ -254,7 +255,7 @@ class Saves(StorageFaults):
             self._count(directory, iteration)
 
     def poll(self) -> None:
-        """Check whether an asynchronous save is finalised. All roles see it in the same call."""
+        """Check whether an asynchronous save is finalised. It is in the same call on all roles."""
         if self.unfinished and not self.owed and self._is_queue_empty():
             directory = checkpoint_directory(self.unfinished, lasting=True)
             if not self._is_lost(directory, self.unfinished):
@@ -301,7 +302,8 @@ class Saves(StorageFaults):
 
 
 def checkpoint_directory(iteration: int, lasting: bool) -> Path:
-    """Return where Megatron writes a distributed checkpoint (checkpointing.py, save_checkpoint)."""
+    """Return the path at which Megatron writes a distributed checkpoint (checkpointing.py,
+    save_checkpoint)."""
     from megatron.training import checkpointing, get_args
 
     args = get_args()
@@ -313,11 +315,12 @@ def checkpoint_directory(iteration: int, lasting: bool) -> Path:
 
 
 def unusable_reason(args: Any) -> str:
-    """Return why a recovery cannot fall back to saves with these arguments; empty where a save has
-    everything that a resume needs, and where each file has a single writer."""
+    """Return the reason why a recovery cannot fall back to saves with these arguments; empty if a
+    save has all state that a resume needs, and each file has a single writer."""
     if args.no_save_optim or args.no_save_rng:
         return "as requested, it lacks the optimizer or the random states"
-    # By tensor-, pipeline- and expert-parallel rank (checkpointing.py, get_checkpoint_name).
+    # The format "torch" names files by tensor-, pipeline- and expert-parallel rank
+    # (checkpointing.py, get_checkpoint_name).
     expert_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     is_shared = (
         args.context_parallel_size > 1
@@ -334,8 +337,8 @@ def unusable_reason(args: Any) -> str:
 def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     """See :meth:`ProtectedLoop.checkpoint_state`; ``objects``: model chunks, optimizer, scheduler.
 
-    Whole, and of the format that exports have, whatever the user saves. Raises TemplateError for
-    arguments with which a save communicates.
+    The state is whole, and in the format of exports, whatever the user saves. Raises TemplateError
+    for arguments with which a save communicates.
     """
     from megatron.training import checkpointing, get_args
 
@@ -387,10 +390,10 @@ def _arguments(args: Any) -> Attributes:
     from megatron.training import training
 
     later = copy.copy(args)
-    # It completes the arguments with what they imply, in the first iteration.
+    # This call completes the arguments with implied values, as in the first iteration.
     training.num_floating_point_operations(later, 1)
     later.num_floating_point_operations_so_far = float(args.num_floating_point_operations_so_far)
-    counted = {name: FromExtras(("counters", name)) for name in _COUNTED}
-    # train() sets it before it counts the iteration.
+    counters = {name: FromExtras(("counters", name)) for name in _COUNTED}
+    # train() sets curr_iteration before it counts the iteration.
     current = FromExtras(("counters", "iteration"), plus=-1)
-    return Attributes(later, {**counted, "curr_iteration": current})
+    return Attributes(later, {**counters, "curr_iteration": current})

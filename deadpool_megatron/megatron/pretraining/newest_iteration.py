@@ -1,7 +1,7 @@
-"""The newest iteration, as far as train() has to know it to be entered again after it.
+"""The results of the newest iteration, with which train() is entered again after it.
 
-The return value of a training step, and the sums of the log, are kept as encoded extras, which
-come back exactly.
+The return value of a training step, and the sums of the log, are kept as encoded extras, from which
+they are restored exactly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from deadpool_megatron.state import extras as codec
 
 # Positions in the return value of train_step() in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
-# Of Megatron's arguments: those that an iteration changes.
+# Megatron's arguments that an iteration changes.
 POSITIONS = ("consumed_train_samples", "skipped_train_samples")
 
 
 class NewestIteration:
     """The return value of ``train_step()`` in the newest iteration, and the counters before it.
 
-    Kept as bytes, exactly, because it travels with the generation. ``operations``: Megatron's count
-    of floating-point operations, which train() keeps in a local variable.
+    The return value is kept as exact bytes, because it travels with the generation. ``operations``:
+    Megatron's count of floating-point operations, which train() keeps in a local variable.
     """
 
     def __init__(self, operations: float) -> None:
@@ -38,7 +38,7 @@ class NewestIteration:
 
     @property
     def known(self) -> bool:
-        """Return whether there was an iteration; not at the start and after a load of a
+        """Return whether there was an iteration since the start, or since the load of a
         checkpoint."""
         return bool(self._kept)
 
@@ -49,17 +49,17 @@ class NewestIteration:
 
     @property
     def positions_before(self) -> dict[str, Any]:
-        """:data:`POSITIONS` before the iteration, as far as they are known."""
+        """The values of :data:`POSITIONS` before the iteration, as far as they are known."""
         return {name: self._before[name] for name in POSITIONS if name in self._before}
 
     @property
     def operations_before(self) -> float:
-        """:attr:`operations` before the iteration."""
+        """The value of :attr:`operations` before the iteration."""
         return float(self._before.get("operations", self.operations))
 
     def begin(self, args: Any, gathers_ahead: bool) -> None:
-        """Note the counters before an iteration. ``gathers_ahead``: parameters are gathered by the
-        forward pass that needs them (--overlap-param-gather, after the first update)."""
+        """Note the counters before an iteration. ``gathers_ahead``: the forward pass gathers the
+        parameters that it needs (--overlap-param-gather, after the first update)."""
         self._before = {name: getattr(args, name) for name in POSITIONS}
         self._before.update(operations=self.operations, gathers_ahead=gathers_ahead)
 
@@ -71,9 +71,9 @@ class NewestIteration:
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """Return the answer again, for train() to continue after it.
 
-        After the first iteration it trains, train() has parameters gathered ahead, unless the
-        update was skipped. Where that had begun before a skipped update, it must begin here: the
-        truth is in :attr:`skipped`.
+        After its first iteration, train() begins to gather parameters ahead, unless the update was
+        skipped. If it did so before an iteration with a skipped update, it must do so here. So the
+        answer hides the skip; :attr:`skipped` has the truth.
         """
         answer = codec.decode(self._kept, device)["answer"]
         if self._before["gathers_ahead"]:

@@ -1,5 +1,5 @@
-"""State that train() makes or reads at each entry, where Megatron-LM enters it once: a profile, the
-detector of stragglers, and sums over the sequences of an iteration.
+"""State that train() makes or reads at each entry: a profile, the detector of stragglers, and sums
+over the sequences of an iteration. Megatron-LM itself enters train() only once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def for_training(
     lengths: Callable[[], list[float | None]], done: int | None, first: int
 ) -> Iterator[Callable[[], Iterable[float | None]]]:
     """Prepare an entry into train() that continues after iteration ``done`` (None: this run has
-    trained nothing), in a run that began after ``first``.
+    trained no iteration), in a run that began after ``first``.
 
-    ``lengths``: the sums over sequences of the newest iteration. They belong to its generation, so
-    they are taken as soon as the step is over, by the function that this yields (collective where
-    sequences were packed; empty before Megatron-LM 0.18). An interrupted step has left others.
+    ``lengths`` returns the sums over sequences of the newest iteration, which belong to its
+    generation. The function that this yields takes them as soon as the step is over (collective
+    where sequences were packed; no sums before Megatron-LM 0.18). The sums that an interrupted step
+    has left are dropped.
     """
     from megatron.training import get_args, training
 
@@ -45,16 +46,17 @@ def for_training(
 
 
 def for_warm_up() -> contextlib.AbstractContextManager[None]:
-    """Prepare an entry into train() for a step that belongs to no run: it starts neither profile
-    nor detector."""
+    """Prepare an entry into train() for a step that belongs to no run, and so starts neither
+    profile nor detector."""
     from megatron.training import get_args
 
     return replaced(get_args(), profile=False, log_straggler=False)
 
 
 def _profile(args: Any, done: int, first: int) -> contextlib.AbstractContextManager[None]:
-    """Have train() start a profile only if its first iteration is yet to come, at that iteration:
-    torch's own counts from the entry. A profile that was interrupted is ended, and is lost."""
+    """Have train() start a profile only if the first iteration of the profile is still to come, and
+    at that iteration: torch's profiler counts from the entry. A profile that was interrupted is
+    ended, and is lost."""
     if torch._C._autograd._profiler_enabled():
         torch._C._autograd._disable_profiler()
         if torch.cuda.is_available():
@@ -66,10 +68,10 @@ def _profile(args: Any, done: int, first: int) -> contextlib.AbstractContextMana
 
 def forget_detector(detector: Any) -> None:
     """Have train() configure the detector of stragglers as in a new process, equally on all roles:
-    for the present rank, without times of an interrupted step, and on or off as at the start,
-    since a new process knows of no switch."""
+    for the present rank, without times of an interrupted step, and on or off as at the start, since
+    a new process does not know that it was switched."""
     if detector.sock is not None:
-        with contextlib.suppress(OSError):  # it ends the wait of the thread that listens
+        with contextlib.suppress(OSError):  # this ends the wait of the listening thread
             detector.sock.shutdown(socket.SHUT_RDWR)
         detector.sock.close()
         detector.sock = None

@@ -2,13 +2,13 @@
 of a command line, and the handlers of all hooked functions. Imported at the first call of a hooked
 function.
 
-The refused flags are a table in :mod:`deadpool_megatron.support`. Without ``--deadpool`` all of the
-flags do nothing.
+The refused flags are a table in :mod:`deadpool_megatron.support`. Without ``--deadpool`` none of
+the flags has an effect.
 
 pretrain() is called in passes. Pass 1 ends when Megatron's groups exist, pass 2 when ``train()`` is
-reached and everything is built. Then the loop calls ``train()`` itself, as often as recoveries ask
-for, and when training is over it goes once more through ``pretrain()`` with what was built, for the
-part that follows.
+reached and all objects are built. Then the loop calls ``train()`` itself, as often as recoveries
+require. When training is over, it calls ``pretrain()`` again with the built objects, for the part
+after ``train()``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from deadpool_megatron.support import findings, flags
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``deadpool``. The settings of this process's run are the defaults, so that
-    Megatron's list of arguments shows those in force."""
+    Megatron's list of arguments shows the settings in force."""
     arguments.add_arguments(parser, defaults=Settings.from_environment(os.environ))
     return parser
 
@@ -66,8 +66,8 @@ def set_implied(args: argparse.Namespace) -> None:
 
 
 def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Return the reason why validated arguments cannot be protected, or why flags in ``argv``, the
-    script's command line, are not known to be: a line with flags, reason and advice, or empty."""
+    """Return the reason why a run with validated arguments, or with flags in ``argv`` (the script's
+    command line), cannot be protected: a line with flags, reason and advice, or empty."""
     if not getattr(args, "deadpool", False):
         return ""
     line = findings.refusal(findings.judge(argv, args))
@@ -76,7 +76,7 @@ def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:
     """Return a line with the reason why this process cannot be protected as it was started, and the
-    command that can; None for a member of a run, and without ``--deadpool``."""
+    command that starts it protected; None for a member of a run, and without ``--deadpool``."""
     if FLAG not in argv or member_place.VARIABLE in environ:
         return None
     if any(name.startswith("TORCHELASTIC_") for name in environ):
@@ -102,7 +102,8 @@ def _add_arguments(
     filled: argparse.ArgumentParser = add_flags(original(parser))
     parse = filled.parse_known_args
 
-    # Here, for a script of Megatron-LM looks at --inprocess-restart before anything validates.
+    # Implied arguments are set here, since a script of Megatron-LM reads --inprocess-restart before
+    # arguments are validated.
     def parse_and_set(*args: Any, **kwargs: Any) -> Any:
         found, others = parse(*args, **kwargs)
         own = [name for name in vars(found) if name.startswith("deadpool_")]
@@ -121,13 +122,13 @@ def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any
     return validated
 
 
-# Of this process, which has one command line and is a member of one run.
+# A process has a single command line, and is a member of a single run.
 _command_line = build.CommandLine()
 
 
 @functools.cache
 def _session() -> Session:
-    """Join the session at the first call, and take its device before Megatron looks at devices."""
+    """Join the session at the first call, which selects the device before Megatron uses any."""
     if problem := launch_problem(os.environ, sys.argv):
         _end(problem)
     return Session.join()
@@ -157,7 +158,8 @@ def _end(problem: str) -> None:
 
 
 def _size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the nodes, and the processes of each, that another launcher has set; 1 by default."""
+    """Return the number of nodes, and of processes on each, that another launcher has set; 1 by
+    default."""
     if "SLURM_STEP_ID" in environ and "LOCAL_WORLD_SIZE" not in environ:
         nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
         return nodes, max(1, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") // nodes)
@@ -174,7 +176,8 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 
 class PretrainProgram(Program):
-    """``pretrain``: Megatron's function with the arguments of the user's script."""
+    """pretrain() as a program. ``pretrain``: Megatron's function with the arguments of the user's
+    script."""
 
     def __init__(
         self, pretrain: Callable[[], Any], command_line: build.CommandLine, run_directory: Path
@@ -190,29 +193,29 @@ class PretrainProgram(Program):
 
         def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             names = ("get_embedding_ranks", "get_position_embedding_ranks")
-            given = bound_arguments(original, args, kwargs)
-            self._group_makers = tuple(given[name] for name in names)
+            bound = bound_arguments(original, args, kwargs)
+            self._group_makers = tuple(bound[name] for name in names)
             original(*args, **kwargs)
-            raise build.Reached
+            raise build.PassEnd
 
         self._parse(make)
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
-        """See :class:`Program`: everything up to the call of train()."""
+        """See :class:`Program`: run pretrain() up to the call of train()."""
         build.forget_globals()
         note, kinds = run_files.RunDirectory(self._run_directory).built, []
-        # Role 0 may not have been built, or with kinds that cannot be written to a file.
+        # Role 0 may not have been built yet, or its kinds may not be literals.
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             kinds = ast.literal_eval(note.read_text())
         made = build.Build(self._command_line, kinds)
-        # The loop opens the writers: a spare must not, and an adopter continues in the same files.
+        # The loop opens the writers: a spare must not open them.
         with (
             use_handlers(made.handlers()),
             build.no_writers(),
             made.progress_log_kept(),
             made.kinds_exchanged(),
             made.user_buffers.deferred(),
-            contextlib.suppress(build.Reached),
+            contextlib.suppress(build.PassEnd),
         ):
             self._pretrain()
         if not made.complete:
@@ -224,7 +227,7 @@ class PretrainProgram(Program):
         return PretrainLoop(made, self._pretrain, self._run_directory, emit)
 
     def loaded_checkpoint(self, iteration: int) -> Path | None:
-        """See :class:`Program`: the whole checkpoint."""
+        """See :class:`Program`: the checkpoint, if it was loaded whole."""
         from megatron.training import get_args
 
         path = loaded_checkpoint(get_args(), iteration)
@@ -240,13 +243,14 @@ class PretrainProgram(Program):
         return loop.class_of(role) == loop.stage_class()
 
     def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
-        """See :class:`Program`: keep model and data sets, find groups again, renew optimizer."""
+        """See :class:`Program`: keep model and data sets, find groups again, renew the
+        optimizer."""
         from megatron.training import get_args, initialize
 
         assert isinstance(loop, PretrainLoop)
         old, args = loop.role, get_args()
         args.rank = int(os.environ["RANK"])
-        # It would destroy some of the groups, which are to be found again.
+        # destroy_model_parallel() would destroy some of the groups, which have to be found again.
         with replaced(dist, destroy_process_group=lambda *_args: None):
             parallel_state.destroy_model_parallel()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -261,7 +265,7 @@ class PretrainProgram(Program):
 
         os.environ["RANK"] = str(wanted)
         os.environ["WORLD_SIZE"] = str(world_size)
-        self._parse(_reached)
+        self._parse(_end_pass)
         args = get_args()
         config = core_transformer_config_from_args(args)
         return stages.commonest_role(
@@ -284,7 +288,7 @@ class PretrainProgram(Program):
             return original(*args, **kwargs)
 
         build.forget_globals()
-        # The next pass makes tokenizer, writers and the rest.
+        # The next pass makes tokenizer, writers and all other globals.
         holder, name = place(family().globals_setter)
         with (
             use_handlers({"initialize_megatron": parse_first, "_initialize_distributed": then}),
@@ -293,17 +297,17 @@ class PretrainProgram(Program):
         ):
             try:
                 self._pretrain()
-            except build.Reached:
+            except build.PassEnd:
                 return
         raise RuntimeError("pretrain() returned without making its groups")
 
     def spares_may_build(self) -> bool:
-        """Return whether role 0 has made the index files, which are not to be made twice."""
+        """Return whether role 0 has made the index files, which need not be made twice."""
         return run_files.RunDirectory(self._run_directory).built.exists()
 
 
 def _take_saves(run: run_files.RunDirectory) -> None:
-    """Have the directory of saves searched for checkpoints that were never reported."""
+    """Have a later start search the directory of saves for checkpoints that were never reported."""
     from megatron.training import get_args
 
     args = get_args()
@@ -312,8 +316,8 @@ def _take_saves(run: run_files.RunDirectory) -> None:
             run_files.take_saves(run, Path(args.save).absolute())
 
 
-def _reached(*_args: Any, **_kwargs: Any) -> None:
-    raise build.Reached
+def _end_pass(*_args: Any, **_kwargs: Any) -> None:
+    raise build.PassEnd
 
 
 HANDLERS: dict[str, Handler] = {

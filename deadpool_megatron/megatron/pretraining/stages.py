@@ -1,8 +1,9 @@
-"""Stage classes: roles that can use each other's model objects, and how one becomes another.
+"""Stage classes: roles that can use each other's model objects, and the change of such a role.
 
-Two roles are of one class when their models have layers of equal kinds and equal slices of them.
-Then a spare that was built for one becomes the other in place: its groups are renumbered, the
-numbers of its layers shifted. Only the optimizer is made again, for its shard lies elsewhere.
+Two roles are of the same class when their models have layers of equal kinds and equal slices of
+them. Then a spare that was built for the first role takes the second role in place: its groups are
+renumbered, and the numbers of its layers are shifted. Only the optimizer is made again, since its
+shard lies elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from deadpool_megatron.layout.grid import Coordinates
 from deadpool_megatron.planning.model_replicas import Workload
 
-# Settings that make a layer depend on its number in the whole model (transformer_config.py): with
-# any of them, stages with other numbers are of other classes.
+# Settings that make a layer depend on its number in the whole model (transformer_config.py). With
+# any of them, stages whose layers have other numbers are of other classes.
 _BY_NUMBER = (
     "apply_query_key_layer_scaling",
     "no_rope_freq",
@@ -41,7 +42,7 @@ def coordinates(args: Any, role: int) -> Coordinates:
 def stage_class(args: Any, config: Any, role: int) -> str:
     """Return a name that is equal for roles that can use each other's model objects.
 
-    ``config``: that of the model.
+    ``config``: the configuration of the model.
     """
     place = coordinates(args, role)
     stages = args.pipeline_model_parallel_size
@@ -105,7 +106,7 @@ def commonest_role(args: Any, config: Any, wanted: int, members_per_node: int) -
 
 
 def shift_layers(model_chunks: list[Any], by: list[int]) -> None:
-    """Add to the number of every layer of each chunk, and of the parts of a layer."""
+    """Add ``by[chunk]`` to the number of every layer of each chunk, and of the parts of a layer."""
     for chunk, delta in zip(model_chunks, by, strict=True):
         for module in chunk.modules() if delta else ():
             if isinstance(getattr(module, "layer_number", None), int):
@@ -113,7 +114,7 @@ def shift_layers(model_chunks: list[Any], by: list[int]) -> None:
 
 
 def renumber_buckets(model_chunks: list[Any]) -> None:
-    """Update the only rank that DDP keeps as a number: which shard of a bucket is its own
+    """Update the only rank that DDP keeps as a number, by which it finds its own shard of a bucket
     (param_and_grad_buffer.py, _ParamAndGradBucketGroup)."""
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -129,9 +130,9 @@ def _chunks(args: Any) -> list[int | None]:
 
 def _layout(config: Any) -> list[list[list[Any]]] | None:
     """Return the layers of each model chunk of each stage, from --pipeline-model-parallel-layout.
-    Megatron's functions know only the stage of this rank, and none without groups."""
-    given = getattr(config, "pipeline_model_parallel_layout", None)
-    return given.layout if given else None
+    Megatron's functions know only the stage of this rank, and without groups no stage."""
+    setting = getattr(config, "pipeline_model_parallel_layout", None)
+    return setting.layout if setting else None
 
 
 def _numbers(args: Any, config: Any, stage: int) -> list[int]:

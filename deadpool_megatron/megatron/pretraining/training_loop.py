@@ -1,9 +1,9 @@
-"""Megatron-LM's train() and what follows it in pretrain(), as a loop that a session protects.
+"""Megatron-LM's train() and the end of pretrain(), as a loop that a session protects.
 
 Every recovery enters train() again, on all roles, on the objects that were built once. To resume
-after iteration k it begins *with* k: the step returns its first result, which travels with the
-generation. Everything that train() does after a step (log, evaluation, save, decision to exit) is
-repeated or, where the state is already that after it, left out.
+after iteration k, train() begins *with* k: the step returns its earlier result, which travels with
+the generation. The work of train() after a step (log, evaluation, save, decision to exit) is
+repeated, or left out where the state already includes it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from deadpool_megatron.member.loop import Emit, StepRunner
 from deadpool_megatron.member.peer_comparison import current_device
 from deadpool_megatron.support.flags import named_arguments
 
-# Of Megatron's arguments: the positions in the data.
+# Megatron's arguments that are positions in the data.
 _POSITIONS = (*newest_iteration.POSITIONS, "consumed_valid_samples")
-# Imported once it has read something; before 0.17 it keeps nothing by path.
+# This module is loaded only if it has read a checkpoint; since 0.17 it keeps metadata by path.
 METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
 
@@ -46,7 +46,7 @@ class _WarmedUp(BaseException):
 
 
 class _NoGeneration(BaseException):
-    """A step that ends the run made no update; carries the result of the step."""
+    """A step that ends the run made no update. ``answer``: the result of the step."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -77,11 +77,11 @@ class PretrainLoop(MegatronLoop):
         self._restored = False
         self._newest = NewestIteration(args.num_floating_point_operations_so_far)
         self._operations = self._newest.operations
-        # Sums of the log, as train() holds them once it has been entered and logged.
+        # The sums of the log that train() holds; None from an entry into train() to its first log.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
-        # The iteration of the checkpoint that the run continued from last. All roles have to agree
-        # on it, so that a process that takes over a role gets it with the state.
+        # The iteration of the checkpoint from which the run continued last. All roles have to agree
+        # on it, so a process that takes over a role gets it with the state.
         self._passed = 0
         self._just_loaded: int | None = None
         self._take_lengths: Callable[[], Iterable[float | None]] = tuple
@@ -94,7 +94,7 @@ class PretrainLoop(MegatronLoop):
         """See :class:`ProtectedLoop`."""
         self._runner = runner
         self.build.user_buffers.renew()
-        # The first iteration whose lines are to be written (again).
+        # The lines of the newest iteration are written again if its evaluation is repeated.
         logs_newest = self._newest.known and not runner.includes("evaluation")
         self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
         self._go_to_start()
@@ -128,7 +128,7 @@ class PretrainLoop(MegatronLoop):
     def warm_up(self) -> None:
         """See :class:`ProtectedLoop`: train() up to the end of its first step."""
         if self._args.moe_token_dispatcher_type == "flex" or self._args.tp_comm_overlap:
-            return  # their buffers are memory of peers, mapped as they are made
+            return  # the buffers of these features map memory of peers when they are made
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
@@ -139,13 +139,13 @@ class PretrainLoop(MegatronLoop):
             self.build.train(**self.build.train_arguments)
 
     def reset_after_interrupt(self) -> None:
-        """See :class:`ProtectedLoop`. Nothing to do at the start of a run."""
+        """See :class:`ProtectedLoop`. At the start of a run no state needs a reset."""
         if not self._restored:
             return
         self._abandon_saves()
         self._set_positions(self.counters)
-        # With another number Megatron would guess how many validation samples were consumed before
-        # checkpoints stored it (training.py:3350), also where there was none yet.
+        # From another number Megatron would guess how many validation samples were consumed, as for
+        # checkpoints that did not store it (training.py:3350), even if no sample was consumed.
         self._args.iteration = 0
         self.build.renew_iterators()
 
@@ -161,8 +161,8 @@ class PretrainLoop(MegatronLoop):
             forget()
         number = int(directory.name.removeprefix("iter_"))
         is_older = any(directory.glob("mp_rank_*"))
-        # The user's flags are about the start of the run, and about saves, whose state Megatron
-        # loads into; this checkpoint is to be loaded whole.
+        # The user's flags are about the start of the run, and about saves, in whose form Megatron
+        # loads. This checkpoint has to be loaded whole.
         parts = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
         whole = replaced(
             args,
@@ -173,14 +173,15 @@ class PretrainLoop(MegatronLoop):
             pretrained_checkpoint=None,
             **dict.fromkeys(parts, False),
         )
-        # In the older format it takes the optimizer's shards from where the tracker points.
+        # In the older format Megatron takes the optimizer's shards from the checkpoint that the
+        # tracker names.
         tracked = replaced(checkpointing, read_metadata=lambda _: (number, False))
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
-        self.scheduler.num_steps = 0  # a load adds to it
+        self.scheduler.num_steps = 0  # a load adds its steps
         with whole, tracked:
             load, objects = checkpointing.load_checkpoint, self.build.objects
             iteration, operations = load_exactly(load, *objects, checkpointing_context={})
-        # The load sets the parameter groups before it takes over the checkpoint's weight decay.
+        # The load sets the parameter groups before it sets the checkpoint's weight decay.
         self.scheduler.step(increment=0)
         self.counters.update(iteration=iteration, **self._positions())
         self._newest, self._operations = NewestIteration(operations), operations
@@ -226,7 +227,7 @@ class PretrainLoop(MegatronLoop):
             "first_iteration": self._first_iteration,
             "unfinished_save": self._saves.unfinished,
             "passed": self._passed if self._passed == self.counters["iteration"] else 0,
-            # After the iteration; exports need it (saved_state).
+            # The count after the iteration, which exports need (saved_state).
             "operations": self._operations,
         }
 
@@ -237,7 +238,7 @@ class PretrainLoop(MegatronLoop):
         self._operations = kept["operations"]
         self._first_iteration = kept["first_iteration"]
         self._saves.restore(kept["unfinished_save"])
-        # The extras in a checkpoint know only the checkpoint before.
+        # The extras in a checkpoint name only the previous checkpoint.
         self._passed = kept["passed"] if self._just_loaded is None else self._just_loaded
         self._just_loaded = None
 
@@ -261,7 +262,7 @@ class PretrainLoop(MegatronLoop):
     def _follow_up(self, result: Any) -> None:
         """Run the part of pretrain() after train() has returned ``result``: last save, evaluations.
 
-        The functions before it do nothing, or return the objects that were built.
+        The functions that pretrain() calls before that have no effect, or return built objects.
         """
         from megatron.training import training
 
@@ -303,20 +304,20 @@ class PretrainLoop(MegatronLoop):
             return self._running.step(
                 iteration, lambda: self._update(original, args, kwargs, iteration)
             )
-        except _NoGeneration as left:
-            # Megatron saves and ends the run now, which belongs to no generation.
+        except _NoGeneration as end:
+            # Megatron saves and ends the run now; the save belongs to no generation.
             self._runner = None
-            return left.answer
+            return end.answer
 
     def _update(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
     ) -> Any:
-        """Run the step, and record everything that another process needs to continue after it."""
+        """Run the step, and record all facts that another process needs to continue after it."""
         from megatron.training import training
 
-        given = bound_arguments(original, args, kwargs)
-        given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
-        answer = original(**given)
+        bound = bound_arguments(original, args, kwargs)
+        bound["forward_backward_func"] = self.around_passes(bound["forward_backward_func"])
+        answer = original(**bound)
         self._newest.lengths = list(self._take_lengths())
         if answer[newest_iteration.SHOULD_EXIT]:
             raise _NoGeneration(answer)
@@ -325,7 +326,7 @@ class PretrainLoop(MegatronLoop):
         batch = replicas * self._args.micro_batch_size * microbatches.get_num_microbatches()
         skipped = microbatches.get_current_global_batch_size()
         skipped -= microbatches.get_current_running_global_batch_size()
-        # As train() will count them when the step has returned.
+        # train() counts the same when the step has returned.
         self.counters.update(
             iteration=iteration,
             consumed_train_samples=self._args.consumed_train_samples + batch,
@@ -340,22 +341,23 @@ class PretrainLoop(MegatronLoop):
         return answer
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = bound_arguments(original, args, kwargs)
-        iteration, sums = given["iteration"], given["total_loss_dict"]
+        bound = bound_arguments(original, args, kwargs)
+        iteration, sums = bound["iteration"], bound["total_loss_dict"]
         if self._sums is not sums:
             # train() was entered again, with empty sums.
             sums.update(self._newest.sums(current_device()))
             self._newest.restore_loss_sums()
             self._sums = sums
-        if "is_first_iteration" in given:
-            # In the run, not in this entry into train(): the first line leaves the sums alone.
-            given["is_first_iteration"] = iteration == self._first_iteration
-        given["skipped_iter"] = self._newest.skipped  # a replayed step may return another
+        if "is_first_iteration" in bound:
+            # The first iteration of the run counts, not that of this entry into train(): in it
+            # training_log() does not reset the sums.
+            bound["is_first_iteration"] = iteration == self._first_iteration
+        bound["skipped_iter"] = self._newest.skipped  # a replayed step may return another value
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
         runner, every = self._running, self._args.tensorboard_log_interval
         with self._logbook.lines("log", iteration, runner.check, runner.epoch):
-            answer = original(**given)
+            answer = original(**bound)
             shown = iteration % every == 0
             self._logbook.mark(runner.epoch, runner.recomputed, iteration, shown=shown)
         failpoints.hit("log.end")
@@ -386,8 +388,8 @@ class PretrainLoop(MegatronLoop):
         return answer
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        given = bound_arguments(original, args, kwargs)
-        iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
+        bound = bound_arguments(original, args, kwargs)
+        iteration, lasting = bound["iteration"], not bound.get("non_persistent_ckpt", False)
         write = functools.partial(
             self._saves.write,
             functools.partial(original, *args, **kwargs),
@@ -405,15 +407,15 @@ class PretrainLoop(MegatronLoop):
     def _decide_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import training
 
-        given = bound_arguments(original, args, kwargs)
-        self._newest.operations = given["num_floating_point_operations_so_far"]
-        if given["iteration"] == self._passed and self._running.includes("save"):
-            return False  # the run before may have ended there, by --exit-interval
+        bound = bound_arguments(original, args, kwargs)
+        self._newest.operations = bound["num_floating_point_operations_so_far"]
+        if bound["iteration"] == self._passed and self._running.includes("save"):
+            return False  # the previous run may have ended here, by --exit-interval
         if self._saves.owed:
-            # Its save was interrupted.
+            # An earlier save was interrupted, so it is made now.
             names = inspect.signature(training.save_checkpoint_and_time).parameters
             training.save_checkpoint_and_time(
-                **{name: value for name, value in given.items() if name in names}
+                **{name: value for name, value in bound.items() if name in names}
             )
         return original(*args, **kwargs)
 
@@ -442,7 +444,7 @@ class PretrainLoop(MegatronLoop):
 
 
 def loaded_checkpoint(args: Any, iteration: int) -> Path | None:
-    """Return the checkpoint of which Megatron's arguments have loaded everything, if any."""
+    """Return the checkpoint that was loaded whole, by Megatron's arguments, if any."""
     path = Path(str(args.load)).absolute() / f"iter_{iteration:07d}"
     is_part = args.finetune or args.no_load_optim or args.no_load_rng
     return path if path.is_dir() and not is_part else None
@@ -453,8 +455,8 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the failpoint ``forward`` before each micro-batch, which a fault may mark for gradients
-    that are NaN; only once."""
+    """Add the failpoint ``forward`` before each micro-batch, at which a test can make gradients
+    NaN. It is added only once."""
     if not failpoints.ACTIVE or hasattr(forward_step, "__wrapped__"):
         return forward_step
 

@@ -1,10 +1,10 @@
 """User buffers of Transformer Engine (``--tp-comm-overlap``): memory of tensor-parallel peers that
 lets communication overlap matrix products. A process has one set.
 
-Megatron-LM has them made as it is initialised, in groups which Transformer Engine makes each time.
-Here those groups are made in that place, with all others, and are exchanged with them. The buffers
-are made by Megatron-LM's own function at each entry of train(), when all roles have peers: layers
-look them up by name in each pass.
+Megatron-LM has them made when it is initialised, in groups that Transformer Engine makes each time.
+Here these groups are made at that point, like all other groups, and their communicators are
+exchanged like those of others. Megatron-LM's own function makes the buffers at each entry of
+train(), when all roles have peers: layers look them up by name in each pass.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from deadpool_megatron.megatron.replacement import replaced
 _MAKER = "_initialize_tp_communicators"
 # The references that sys.getrefcount() counts of an object in a list while a loop visits it.
 _OWN_REFERENCES = 3
-# Of this process, as the buffers are: a set was begun, and its making was left by an exception.
-_begun: list[str] = []
+# Not empty if an exception has ended the making of a set. Process-wide, as the buffers are.
+_unfinished: list[str] = []
 
 
 class UserBuffers:
@@ -47,8 +47,8 @@ class UserBuffers:
         def make_groups() -> None:
             size, world = get_args().tensor_model_parallel_size, dist.get_world_size()
             self._domains = [list(range(at, at + size)) for at in range(0, world, size)]
-            # The groups exchange handles of memory, which lie on the host. C++ does not know the
-            # kind of any other backend, and sends from the device then.
+            # The groups exchange handles of memory, which lie on the host. Of backends other than
+            # gloo C++ does not know the kind, and would send from the device.
             self._world = dist.new_group(backend="gloo")
             divide: Any = dist.new_subgroups_by_enumeration
             self._peers, _ = divide(self._domains, backend="gloo")
@@ -57,12 +57,11 @@ class UserBuffers:
         return replaced(initialize, **{_MAKER: make_groups})
 
     def renew(self) -> None:
-        """Make the buffers again, in place of those of the epoch before; nothing without the flag.
-        Collective.
+        """Replace the buffers of the previous epoch; do nothing without the flag. Collective.
 
         Ends a process with status UNCLEAN where Transformer Engine may still hold a buffer of
-        another set: the library shares one communicator among all buffers, and the end of a buffer
-        that is still referenced would end that of the new buffers
+        another set: the library shares one communicator among all buffers, so the end of a buffer
+        that is still referenced would end the communicator of the new buffers
         (common/include/transformer_engine/comm_gemm_overlap.h, _comm_created).
         """
         if self._make is None:
@@ -72,16 +71,16 @@ class UserBuffers:
             old = list(base._ub_communicators.values())
             base.destroy_ub()
             gc.collect()
-            if _begun or any(sys.getrefcount(buffer) > _OWN_REFERENCES for buffer in old):
+            if _unfinished or any(sys.getrefcount(buffer) > _OWN_REFERENCES for buffer in old):
                 reason = "this process has to be replaced: user buffers of another epoch are left"
                 print(reason, file=sys.stderr, flush=True)
                 os._exit(ExitStatus.UNCLEAN)
             del old
-        _begun.append(_MAKER)
+        _unfinished.append(_MAKER)
         subgroups = replaced(dist, new_subgroups_by_enumeration=self._subgroups)
         with subgroups, replaced(dist, new_group=lambda *, backend: self._world):
             self._make()
-        _begun.clear()
+        _unfinished.clear()
 
     def _subgroups(self, ranks: Sequence[Sequence[int]], *, backend: str) -> Any:
         """Return the existing group of these ranks."""

@@ -53,7 +53,7 @@ class Rig:
             parameter.grad = None if gradient is None else gradient.clone()
         for group in self.adam.param_groups:
             group["lr"] = lr
-        used = update_replay.used_values(self.inner)
+        used = update_replay.plain_group_values(self.inner)
         self.adam.step()
         for parameter in self.parameters:
             parameter.grad = None

@@ -43,7 +43,7 @@ class Library(types.ModuleType):
 def library(monkeypatch):
     made = Library("transformer_engine.pytorch.module.base")
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    monkeypatch.setattr(user_buffers, "_begun", [])
+    monkeypatch.setattr(user_buffers, "_unfinished", [])
     monkeypatch.setattr(user_buffers.os, "_exit", sys.exit)
     return made
 
