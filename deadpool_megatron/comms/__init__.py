@@ -3,8 +3,8 @@
 communicators  the communicators of a process, exchangeable as a whole
 groups/        the process groups that a framework holds for the whole run
 gloo, nccl     the communicators of an epoch
-gathers        all-gathers of several tensors on gloo, as torch's own corrupt memory
-in_flight/     the operations of an epoch, and its end
+gathers        all-gathers of several tensors on gloo, because torch's own corrupt memory
+in_flight/     the operations of an epoch, and the close of the epoch
 inner          the seam between groups and communicators, and the errors of a call when peers fail
 store          the store in which the communicators of an epoch meet
 """

@@ -33,23 +33,24 @@ from deadpool_megatron.settings import is_stand_in
 _c10d: Any = c10d
 
 _DRAIN_STEP_SECONDS = 0.002
-#: a single rebuild may be bad luck; each holds sockets, threads and halves of communicators
+#: one hanging rebuild may be bad luck; each holds sockets, threads and unfinished communicators
 _MAX_HANGING_REBUILDS = 1
 _fabric_lock = threading.Lock()
-# Groups with the communicators of an epoch.
-Made = dict[ReconfigurableGroup, inner.InnerGroup]
+# Groups, each with its communicator in an epoch.
+Connections = dict[ReconfigurableGroup, inner.InnerGroup]
 
 
 class Communicators(Observation):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
-    ``kind`` is the library of groups that ask for NCCL (or for nothing): "gloo", "nccl", or the
+    ``kind`` is the library of groups that ask for NCCL (or for no backend): "gloo", "nccl", or the
     factory of a fabric (:func:`fabric_of`). ``on_fault(group, operation, text)`` is called at a
     fault, once per epoch, on the thread that communicates or calls :meth:`report_faults`.
     ``rebuild`` is the way in which the communicators of an epoch are made, as in the settings:
-    "auto" is side by side, and sequential over NCCL. No other way has been tried on a device.
+    "auto" means side by side, but one by one over NCCL. No other way has been tried on a device.
 
-    All methods but interrupt, those of Observation and the properties belong to the main thread.
+    Only :meth:`interrupt`, the methods of Observation and the properties are for any thread; all
+    others are for the main thread.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Communicators(Observation):
         self._address = address
         self.rebuild = rebuild
         self._roster = Roster()
-        # The colours of groups whose communicators are split from that of WORLD.
+        # The colours of groups whose communicators are split from WORLD's communicator.
         self._colours: dict[ReconfigurableGroup, int] = {}
         self._pool = waiters.WaiterPool()
         self._reaper = Reaper()
@@ -81,7 +82,7 @@ class Communicators(Observation):
         self._store: Store | None = None
         self._given_store: Store | None = None
         self._drained = False
-        # Rebuilds of closed epochs with threads that hang in the making of communicators.
+        # Rebuilds of closed epochs whose threads hang in the making of communicators.
         self._hanging_builds: list[tuple[waiters.Builders | waiters.Waiter, ...]] = []
         #: the reason why this process must not enter another epoch; empty while it may
         self.unusable_reason = ""
@@ -127,7 +128,7 @@ class Communicators(Observation):
         spec = inner.GroupSpec("", "unnamed", ranks, rank, device, None, timeout, options)
         return ReconfigurableGroup(self, spec, transport, requested)
 
-    def group_created(self, entry: Entry) -> None:
+    def add_group(self, entry: Entry) -> None:
         """Add the group; connect it at once while attached (collective over its ranks)."""
         self._roster.add(entry)
         group, epoch = entry.group, self._current
@@ -136,7 +137,7 @@ class Communicators(Observation):
         if epoch.closed or self._store is None:
             raise inner.EpochClosed(epoch.number, "new_group")
         epoch.check("new_group")
-        limits, made = self._limits, Made()
+        limits, made = self._limits, Connections()
         usual, longest = limits.operation_timeout_seconds, limits.long_operation_seconds
         limit_seconds = longest if epoch.allows_long_waits else usual
         builders = waiters.Builders([self._job(epoch, group, self._store, made)], 1)
@@ -157,8 +158,8 @@ class Communicators(Observation):
             old.close()
 
     def warm(self) -> None:
-        """While detached, have NCCL load its kernels, which the first attach would do otherwise.
-        Warns where NCCL refuses."""
+        """While detached, have NCCL load its kernels, so that the first attach need not wait for
+        it. Warns where NCCL refuses."""
         if self._kind != "nccl":
             return
         from deadpool_megatron.comms import nccl
@@ -208,8 +209,8 @@ class Communicators(Observation):
         trim_heap()
 
     def allow_long_waits(self, allows_long_waits: bool) -> None:
-        """Give operations time for the long work of a peer (build, load, save, evaluate), as they
-        have it from attach on, or the usual time."""
+        """Give operations time for the long work of a peer (build, load, save, evaluate), or only
+        the usual time. From attach on they have time for long work."""
         epoch = self._current
         if epoch is not None:
             epoch.in_first_step = epoch.in_first_step and allows_long_waits
@@ -222,13 +223,13 @@ class Communicators(Observation):
         """Let the groups become those of ``rank``, object by object; only while detached.
 
         Then a framework's initialisation may be called again within :meth:`reusing_groups`. Raises
-        ValueError if that rank has groups of another shape; nothing has changed then.
+        ValueError, and changes nothing, if that rank has groups of another shape.
         """
         self._roster.renumber(rank)
 
     def reusing_groups(self) -> AbstractContextManager[None]:
-        """In the block, new_group creates nothing: the calls of before, made again in the same
-        order, return the groups that they returned then. Raises RuntimeError for another call."""
+        """In the block, new_group creates no group: the earlier calls, repeated in the same order,
+        return the earlier groups. Raises RuntimeError for any other call."""
         assert self._installation is not None
         return self._installation.reusing(self._roster.entries())
 
@@ -249,8 +250,8 @@ class Communicators(Observation):
         """Close ``epoch`` and all older epochs: each thread in an operation gets EpochClosed.
 
         Any thread. Does nothing to a younger epoch; if ``epoch`` is not attached yet, its attach
-        will raise. Returns when waits were woken; for NCCL when its aborts ended, or their
-        deadline.
+        will raise. Returns when all waits have been woken; for NCCL when its aborts have ended, or
+        at their deadline.
         """
         with self._lock:
             self._closed_up_to = max(self._closed_up_to, epoch)
@@ -260,10 +261,10 @@ class Communicators(Observation):
                 target.close()
 
     def drain(self) -> bool:
-        """After unwinding: release the closed epoch. True: memory is safe to restore into.
+        """Release the closed epoch, after the unwinding. True: memory is safe to restore into.
 
         Waits at most ``drain_seconds`` until no operation of the epoch can write into its outputs
-        any more. False: an operation still can, or a thread cannot communicate again, and the
+        any more. False: an operation still can write, or a thread cannot communicate again, and the
         process must be replaced; the reason is in :attr:`unusable_reason`. On CUDA the caller also
         has to synchronise the device. Does nothing unless the epoch is closed.
         """
@@ -273,7 +274,7 @@ class Communicators(Observation):
         self._hanging_builds = [
             build for build in self._hanging_builds if not all(part.finished for part in build)
         ]
-        # Those of gloo end with the timeout of an operation.
+        # Hanging rebuilds of gloo end with the timeout of an operation.
         if self._kind != "gloo" and len(self._hanging_builds) > _MAX_HANGING_REBUILDS:
             self.unusable_reason = (
                 f"{len(self._hanging_builds)} rebuilds hang in the making of communicators"
@@ -314,7 +315,7 @@ class Communicators(Observation):
 
     # -- internals -------------------------------------------------------------------------------
 
-    def _become(self, epoch: Epoch, made: Made, drained: bool) -> None:
+    def _become(self, epoch: Epoch, made: Connections, drained: bool) -> None:
         for group in self._roster.groups():
             group.inner = made.get(group) or ClosedGroup(epoch.number)
         with self._lock:
@@ -328,15 +329,16 @@ class Communicators(Observation):
     def _release(self, epoch: Epoch) -> None:
         self._reaper.take(epoch.detach_resources())
 
-    def _connect_all(self, epoch: Epoch, store: Store, deadline_seconds: float) -> Made:
+    def _connect_all(self, epoch: Epoch, store: Store, deadline_seconds: float) -> Connections:
         self._roster.start_epoch()
         prefixed = self._store = PrefixStore(f"e{epoch.number}", store)
-        # Through the prefix torch calls a store that is written in Python, but does not keep it.
+        # torch calls a store that is written in Python through the prefix, but does not keep it
+        # alive.
         self._given_store = store
         if is_stand_in(self._kind):
-            # It watches the thread that creates it, so the main thread does.
+            # The stand-in watches the thread that creates it, so the main thread creates it.
             fabric_of(epoch, self._kind, self._address)
-        made: Made = {}
+        made: Connections = {}
         self._colours.clear()
         groups = self._roster.in_attach_order()
         jobs = {group: self._job(epoch, group, prefixed, made) for group in groups}
@@ -363,8 +365,8 @@ class Communicators(Observation):
     def _splits(
         self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, waiters.Job]
     ) -> list[waiters.Job]:
-        """Return ``jobs`` as splits of WORLD's communicator, in each of which all its ranks take
-        part; unchanged where the ranks do not all know the same groups."""
+        """Return jobs that split WORLD's communicator, each with all ranks of WORLD; return
+        ``jobs`` unchanged if the ranks do not all know the same groups."""
         world = self._roster.world()
         digest, rounds = self._roster.splits()
         fabric = fabric_of(epoch, world.transport, self._address)
@@ -389,7 +391,8 @@ class Communicators(Observation):
         activity: Activity | waiters.Connecting,
         deadline_seconds: float,
     ) -> None:
-        """Run ``build``, which runs the builders and blocks on peers, in an abandonable way."""
+        """Run ``build``, which runs the builders and blocks on peers, in a thread that can be
+        abandoned."""
         problem: str | None = None
         late = False
         enter = None if self._kind == "gloo" else select_platform().thread_entry()
@@ -402,16 +405,17 @@ class Communicators(Observation):
         epoch.waits[get_ident()] = activity
         try:
             self._pool.call(enter_and_build, epoch, deadline_seconds)
-        except waiters.Abandoned as left:
-            # The first error ends the wait for the builders, and others may hang for ever.
-            self._hanging_builds.append((builders, left.waiter))
-            late = left.deadline
+        except waiters.Abandoned as abandoned:
+            # The builders may hang for ever, and so may the thread that waits for them.
+            self._hanging_builds.append((builders, abandoned.waiter))
+            late = abandoned.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
         except BaseException as error:
+            # The first error has ended the wait for the builders, and others may hang for ever.
             self._hanging_builds.append((builders,))
             if isinstance(error, inner.CommunicatorFault) or not isinstance(error, RuntimeError):
-                raise  # a fault was reported and waited for already
+                raise  # a CommunicatorFault was reported already, and the close was waited for
             problem = str(error)
         finally:
             epoch.waits.pop(get_ident(), None)
@@ -422,10 +426,10 @@ class Communicators(Observation):
         epoch.check(activity.operation)
 
     def _job(
-        self, epoch: Epoch, group: ReconfigurableGroup, store: Store, made: Made
+        self, epoch: Epoch, group: ReconfigurableGroup, store: Store, made: Connections
     ) -> waiters.Job:
-        """Return the job that connects the group; its key in the store is numbered now, in
-        order."""
+        """Return the job that connects the group. Its key in the store is numbered now, in the
+        order of these calls."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
 
         def connect() -> None:
@@ -441,8 +445,8 @@ class Communicators(Observation):
 def fabric_of(epoch: Epoch, transport: str, address: str) -> inner.Fabric:
     """Return the epoch's fabric of a transport, made at the first call. Any thread.
 
-    The transport is "gloo", "nccl", or MODULE:FACTORY of tests, where ``FACTORY(epoch, address)``
-    makes a substitute of NCCL.
+    The transport is "gloo", "nccl", or MODULE:FACTORY in tests, where ``FACTORY(epoch, address)``
+    makes a stand-in for NCCL.
     """
     with _fabric_lock:
         if transport in epoch.fabrics:

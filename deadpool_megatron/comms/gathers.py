@@ -1,14 +1,16 @@
-"""All-gathers of several tensors on gloo, an operation for each: torch's own corrupts memory.
+"""All-gathers of several tensors on gloo, as an operation for each tensor.
+
+torch's own operation for several tensors corrupts memory.
 
 Each gloo group of torch 2.13 has two worker threads. When a worker has finished an operation it
 writes the operation's name into a string that all workers of the group share, without a lock
 (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of up to 15 characters lie inside
-the string object, so that two writers at worst mix letters without a reader. The longer name
-``ALLGATHER_COALESCED`` lies on the heap. Each write frees the name before, and two workers that end
-at the same time free a block twice or write into a freed block. Some time later an unrelated
-allocation aborts the process ("malloc(): unaligned tcache chunk detected"), or some tensor holds a
-few letters. Two such operations in a row suffice, as with ``--overlap-param-gather`` and several
-buckets.
+the string object, so two writers at worst mix the letters of a string that no code reads. The
+longer name ``ALLGATHER_COALESCED`` lies on the heap. Each write frees the previous name, so two
+workers that end at the same time free a block twice or write into a freed block. Some time later an
+unrelated allocation aborts the process ("malloc(): unaligned tcache chunk detected"), or some
+tensor holds a few letters. Two such operations in a row suffice, as with ``--overlap-param-gather``
+and several buckets.
 
 The same bytes arrive through ``_allgather_base``, whose name is short. No other operation on dense
 tensors has a long name.
@@ -41,8 +43,9 @@ class SeveralWorks:
     """Several gloo Works in a single object; ``copy_results`` moves results from buffers at the
     end.
 
-    ``results`` holds pairs (output of the caller, buffer); it is empty, and ``private`` is false,
-    where the operations write into the caller's outputs themselves. ``kept`` lives as long as this.
+    ``_results`` holds pairs (output of the caller, buffer). It is empty, and ``private`` is false,
+    where the operations write into the caller's outputs themselves. ``_kept`` has objects that must
+    live as long as this Work.
     """
 
     _works: list[Any]
@@ -51,11 +54,11 @@ class SeveralWorks:
 
     @property
     def private(self) -> bool:
-        """Return whether the caller's outputs are written by ``copy_results`` only."""
+        """Return whether only ``copy_results`` writes into the caller's outputs."""
         return bool(self._results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them, as Work.wait."""
+        """Wait for all Works, as Work.wait does for a single Work."""
         until = None if timeout is None else monotonic() + timeout.total_seconds()
         for work in self._works:
             if until is None:
@@ -66,7 +69,7 @@ class SeveralWorks:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether all have ended, also by an error."""
+        """Return whether all Works have ended, with or without an error."""
         return all(work.is_completed() for work in self._works)
 
     def failure(self) -> str | None:
@@ -91,7 +94,7 @@ class SeveralWorks:
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Any:
-        """Return a future that ends with the last of them; its value is :meth:`result`."""
+        """Return a future that ends with the last Work; its value is :meth:`result`."""
         if self.private:
             raise RuntimeError("wait for the Work of an uneven operation: it has no future")
         ends = torch.futures.collect_all([work.get_future() for work in self._works])

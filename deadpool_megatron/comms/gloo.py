@@ -41,13 +41,14 @@ from deadpool_megatron.comms.inner import COMMUNICATION, POINT_TO_POINT, GroupSp
 
 #: operations whose inner Work is run by wait() itself, which then ignores a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
-#: operations whose waits another thread makes: see ``handed`` of HostWork
-_HANDED = POINT_TO_POINT | _RUN_BY_WAIT
+#: operations whose waits another thread makes: see ``in_thread`` of HostWork
+_WAIT_IN_THREAD = POINT_TO_POINT | _RUN_BY_WAIT
 #: as in c10d: with a single thread, small collectives in a row take up to ten times as long on busy
 #: cores. With several threads, ALLGATHER_COALESCED corrupts memory: comms/gathers.py replaces it
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
+#: in fdinfo of an epoll descriptor: the number and the inode of a file that is registered with it
 _REGISTERED = re.compile(r"^tfd:\s+(\d+)\s.*?\bino:([0-9a-f]+)", re.MULTILINE)
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -141,10 +142,10 @@ class GlooGroup(inner.InnerGroup):
         sequence = self.number(operation)
         tracked = operation in POINT_TO_POINT or is_asynchronous(args, kwargs)
         several = isinstance(work, SeveralWorks)
-        handed, private = operation in _HANDED and not several, several and work.private
+        in_thread, private = operation in _WAIT_IN_THREAD and not several, several and work.private
         writes = operation not in inner.SENDS and not private
         after = work.copy_results if private else None
-        return HostWork(work, self, operation, sequence, args, handed, tracked, writes, after)
+        return HostWork(work, self, operation, sequence, args, in_thread, tracked, writes, after)
 
     def operation_counts(self) -> inner.OperationCounts:
         return inner.OperationCounts(self.collectives, self.messages)
@@ -196,15 +197,15 @@ def _create_device(address: str) -> tuple[Any, int]:
             made = [fd for fd, inodes in listening_epolls().items() if inodes - before]
         if len(made) == 1:
             return device, made[0]
-        # Another thread opened a server at the same time, so try again.
+        # Another thread has opened a server at the same time, so try again.
     raise RuntimeError(f"cannot tell the epoll descriptor of the gloo device: {made}")
 
 
 def listening_epolls() -> dict[int, set[int]]:
     """Return epoll descriptors of this process -> inodes of listening sockets registered there.
 
-    Every gloo device has such a socket. Its inode identifies the device; a descriptor's number does
-    not, as it may have been that of a freed device.
+    Every gloo device has such a socket. Its inode identifies the device. The number of a descriptor
+    does not: it may have belonged to a freed device.
     """
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -225,7 +226,7 @@ def cut_connections(epoll: int) -> None:
     A listener is left alone: shutting it down makes gloo abort the whole process.
     """
     for connection, listening in _sockets(epoll):
-        with contextlib.suppress(OSError):  # not connected yet, or already gone
+        with contextlib.suppress(OSError):  # not connected yet, or closed already
             if not listening:
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -233,8 +234,8 @@ def cut_connections(epoll: int) -> None:
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
     """Yield each TCP socket registered with ``epoll``, and whether it is a listener.
 
-    The socket is a duplicate, closed before the next is yielded. Raises OSError for lack
-    of descriptors: a socket that cannot be inspected may be connected.
+    The socket is a duplicate, which is closed before the next socket is yielded. Raises OSError for
+    lack of descriptors: a socket that cannot be inspected may be connected.
     """
     try:
         listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()
@@ -247,7 +248,7 @@ def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
             if error.errno == errno.EBADF:
                 continue  # closed since the listing
             raise
-        # The number may have passed to another file since the listing, which the inode shows.
+        # The number may belong to another file since the listing; the inode shows that.
         if os.fstat(copy).st_ino != int(inode, 16):
             os.close(copy)
             continue
@@ -302,15 +303,15 @@ def _reduce_scatter(
     inputs = input_lists[0] if input_lists else ()
     if isinstance(outputs, torch.Tensor) or isinstance(inputs, torch.Tensor) or _is_even(inputs):
         return plain.reduce_scatter(outputs, input_lists, *args, **kwargs)
-    given = kwargs.get("opts", args[0] if args else None)
+    opts = kwargs.get("opts", args[0] if args else None)
     buffers = [i.clone(memory_format=torch.contiguous_format) for i in inputs]
     works = []
     for root, buffer in enumerate(buffers):
         if buffer.numel():
             options = ReduceOptions()
             options.rootRank = root
-            if given is not None:
-                options.reduceOp = given.reduceOp
+            if opts is not None:
+                options.reduceOp = opts.reduceOp
             works.append(plain.reduce([buffer], options))
     result = buffers[rank].reshape(outputs[0].shape)
     return SeveralWorks(works, [(outputs[0], result)], buffers)

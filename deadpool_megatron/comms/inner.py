@@ -1,9 +1,10 @@
-"""The seam between reconfigurable groups and the communicators of an epoch, and torch's side of it.
+"""The seam between reconfigurable groups and the communicators of an epoch.
 
 A :class:`Fabric` holds the sockets and devices that all inner groups of a kind share during an
 epoch, and is aborted as a whole; an :class:`InnerGroup` is a communicator on it. A call raises
 :class:`EpochClosed` or :class:`CommunicatorFault` when peers fail. Groups forward the methods of
-torch's ProcessGroup that communicate; the versions of torch on which that was tested are here.
+torch's ProcessGroup that communicate. This module also lists these methods, and the versions of
+torch on which they were tested.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from deadpool_megatron.layout.descriptions import group_name
 
 _RETURNS_A_WORK = re.compile(r"-> \S*\bWork\b")
 
-#: every method of the installed torch that starts an operation and returns a Work: names come and
-#: go between versions
+#: every method of the installed torch that starts an operation and returns a Work; they differ
+#: between versions
 COMMUNICATION: tuple[str, ...] = tuple(
     name
     for name in dir(ProcessGroup)
@@ -40,9 +41,9 @@ POINT_TO_POINT = SENDS | RECEIVES
 #: refuses (ProcessGroupNCCL.cpp; torch/csrc/cuda/nccl.cpp: all2all, gather, scatter)
 _GROUPED = re.compile(r"gather|scatter|.*(all_to_all|alltoall).*|.*coalesced")
 OPENS_A_GROUP = POINT_TO_POINT | frozenset(filter(_GROUPED.fullmatch, COMMUNICATION))
-#: (major, minor): all tests run on these
+#: the versions of torch, as (major, minor), on which all tests run
 ALL_TESTS = frozenset({(2, 13)})
-#: scripts/compat.sh runs its tests on these; docs/compatibility.md has the results
+#: the versions on which scripts/compat.sh runs its tests; docs/compatibility.md has the results
 SOME_TESTS = frozenset({(2, 14), (2, 15)})
 #: older versions cannot make a backend whose operations raise
 OLDEST = (2, 10)
@@ -61,7 +62,7 @@ class EpochClosed(BaseException):
 
 
 class CommunicatorFault(RuntimeError):
-    """A fault of a peer, connection or timeout in an epoch that was not closed in time."""
+    """A failed peer, a failed connection or a timeout, in an epoch that was not closed in time."""
 
     def __init__(self, group: str, operation: str, cause: str) -> None:
         super().__init__(f"communicator of group {group!r} failed in {operation}: {cause}")
@@ -105,9 +106,8 @@ class Position:
     """The progress of a device with the operations of one group, by numbers from 1 in each epoch.
 
     ``collective``: the group has had no messages between two of its ranks, so that equal numbers
-    mean the same operation on all ranks. Else a number is that of the last operation, a collective
-    or a message, and each of the two kinds is counted separately. ``started``: None where that is
-    not known.
+    mean the same operation on all ranks. Otherwise a number may be that of a collective or of a
+    message, which are counted separately. ``started``: None where that is not known.
     """
 
     enqueued: int
@@ -120,7 +120,7 @@ class Position:
 class OperationCounts:
     """The operations that the host has begun in a group, by numbers from 1 in each epoch.
 
-    Collectives are the same on all ranks, messages are not.
+    Collectives are the same on all ranks of the group, messages are not.
     """
 
     collectives: int
@@ -128,7 +128,7 @@ class OperationCounts:
 
 
 class InnerGroup(ABC):
-    """A communicator. Used by the thread that communicates; ``backend`` may be None."""
+    """A communicator. It is used by the thread that communicates."""
 
     #: whether batch_isend_irecv must be wrapped in start/end coalescing
     coalesces: bool = False
@@ -181,7 +181,7 @@ class InnerGroup(ABC):
         """Let later operations wait for long work of a peer, or only the usual time."""
 
     def close(self) -> None:  # noqa: B027
-        """Drop the communicator; may block, so it is only called where that does no harm."""
+        """Drop the communicator; may block, so it is only called where blocking does no harm."""
 
 
 class Fabric(ABC):

@@ -1,26 +1,27 @@
-"""Inner groups on NCCL, written after a reading of the sources of torch 2.13.
+"""Inner groups on NCCL, written from a reading of the sources of torch 2.13.
 
-The environment that they need, and the versions of NCCL that are refused, are in
+The environment that NCCL needs, and the versions of NCCL that are refused, are in
 :mod:`deadpool_megatron.support.environment`. Facts that shape this module:
 
 A wait only orders streams, so it must run on the calling thread. Aborting communicators one after
-another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same time, a thread
-each. After an abort kernels exit and outputs are worthless, without an error. Communicators that
-are made lazily need the store, so all are made before the first barrier, and a group that is bound
-to a device reuses its communicator for unbatched send and receive. A pair of ranks connects at its
-first message, and the host waits for the peer meanwhile. So neighbours in a pipeline exchange a
-byte when their group is made (with ``NCCL_RUNTIME_CONNECT=0`` collectives connect then, too).
+another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same time, each by its
+own thread. After an abort kernels exit and outputs are worthless, without an error. Communicators
+that are made lazily need the store, so all are made before the first barrier, and a group that is
+bound to a device reuses its communicator for unbatched send and receive. A pair of ranks connects
+at its first message, and the host waits for the peer meanwhile. So neighbours in a pipeline
+exchange a byte when their group is made (with ``NCCL_RUNTIME_CONNECT=0`` collectives connect then,
+too).
 
-An abort frees a communicator even if a thread is in a call of it. So the close of an epoch first
-sets its flag, then waits until no thread is in such a call, then aborts. A thread first enters
-itself in ``Epoch.waits``, and then reads the flag. In CPython at least one thread notices the
-other, without a lock.
+An abort frees a communicator even if a thread is in a call of it. So the closing thread first sets
+the flag of the epoch, then waits until no thread is in such a call, then aborts. A thread first
+enters itself in ``Epoch.waits``, and then reads the flag. In CPython at least one thread then
+notices the other, without a lock.
 
 Between start and end of a coalescing block nothing may raise. NCCL counts the open blocks of each
 thread (group.cc, ncclGroupDepth). An exception makes torch abandon a block
 (``ProcessGroupNCCL::send``), which stays open for ever. All later operations of the thread are then
 collected and never run, without an error, in every later epoch, and their outputs are old memory.
-The end of a block uses the communicators of its operations, so no abort may free them before that.
+The end of a block uses the communicators of its operations, so no abort may free them before.
 
 Below, a group of NCCL is what ncclGroupStart opens: torch opens one for each coalescing block, and
 for the operations of ``inner.OPENS_A_GROUP``. A group of ranks is a communicator.
@@ -70,9 +71,9 @@ class Blocks:
         """``is_group_open()``: whether the calling thread is in a group of NCCL that no block here
         has opened."""
         self._is_group_open = is_group_open
-        #: threads for which NCCL has been asked
-        self._asked: set[int] = set()
-        #: why a group of NCCL stays open for ever; empty while none does
+        #: threads for which NCCL was asked whether a group is open
+        self._checked_threads: set[int] = set()
+        #: the reason why a group of NCCL stays open for ever; empty while none does
         self._left_open = ""
         self._depths: dict[int, int] = {}
         self._problems: dict[int, RuntimeError] = {}
@@ -89,8 +90,8 @@ class Blocks:
     def begin(self, operation: str) -> str:
         """Before the first operation of a thread, ask NCCL whether a group is open on it. Return
         the reason why the process must be replaced; empty if there is none."""
-        if get_ident() not in self._asked:
-            self._asked.add(get_ident())
+        if get_ident() not in self._checked_threads:
+            self._checked_threads.add(get_ident())
             self.unusable_reason()  # notes an open group
         return self._left_open
 
@@ -122,8 +123,8 @@ class Blocks:
         self._problems.setdefault(get_ident(), problem)
 
     def leave(self) -> RuntimeError | None:
-        """End the innermost block of the calling thread; return the kept error if it was the
-        outermost as well."""
+        """End the innermost block of the calling thread. If it is the outermost as well, return the
+        kept error."""
         ident = get_ident()
         depth = self._depths.get(ident, 1) - 1
         if depth:
@@ -134,8 +135,8 @@ class Blocks:
         return problem
 
     def close(self, seconds: float, is_inside: Callable[[], bool]) -> None:
-        """Let no block begin. Wait until none is open and ``is_inside()`` is False, for ``seconds``
-        at most; then set ``cut``."""
+        """Let no block begin. Wait until no block is open and ``is_inside()`` is False; if that
+        takes longer than ``seconds``, set ``cut`` and return."""
         self._closed = True
         until = time.monotonic() + seconds
         while not self.cut and (self._depths or is_inside()):
@@ -149,7 +150,7 @@ class NcclFabric(inner.Fabric):
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._lock = threading.Lock()
-        self._making = threading.Lock()
+        self._build_lock = threading.Lock()
         self._backends: list[Any] = []
         self._groups: list[NcclGroup] = []
         # Aborts that have begun, or are about to begin, and have not ended.
@@ -166,8 +167,8 @@ class NcclFabric(inner.Fabric):
         return is_group_open()
 
     def create(self, spec: inner.GroupSpec, store: Store) -> NcclGroup:
-        # torch numbers backends as they are made. Only the connection below takes time.
-        with self._making:
+        # torch numbers backends in the order in which they are made. Only connecting takes time.
+        with self._build_lock:
             plain, backend = self._build(spec, store)
         with self._lock:
             self._backends.append(backend)
@@ -175,7 +176,7 @@ class NcclFabric(inner.Fabric):
         self._epoch.check("attach")
         backend.eager_connect_single_device(spec.device)
         if self._epoch.closed:
-            # No abort could reach it before this moment, and none will look for it afterwards.
+            # No abort could reach the communicator before this moment, and no later abort will.
             self._abort(backend)
             raise inner.EpochClosed(self._epoch.number, "attach")
         group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
@@ -206,7 +207,7 @@ class NcclFabric(inner.Fabric):
         operations."""
         from torch._C import _distributed_c10d
 
-        # A torch without NCCL lacks it.
+        # A torch without NCCL lacks this function.
         dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
         return bytes(dump(includeCollectives=False, onlyActive=False))
 
@@ -240,7 +241,7 @@ class NcclFabric(inner.Fabric):
         return plain, backend
 
     def abort(self) -> None:
-        # All aborts together get ``drain_seconds``; later they continue in their threads.
+        # All aborts together get ``drain_seconds``; after that they continue in their threads.
         drain_seconds = self._epoch.limits.drain_seconds
         until = time.monotonic() + drain_seconds
         inside_seconds = drain_seconds if self._epoch.in_first_step else MAX_INSIDE_SECONDS
@@ -276,7 +277,7 @@ class NcclFabric(inner.Fabric):
 
     def aborting(self) -> bool:
         with self._lock:
-            # A close sets the flag of the epoch, waits for blocks, and only then aborts.
+            # A close sets the flag of the epoch, waits for blocks to end, and only then aborts.
             return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def unusable_reason(self) -> str:
@@ -383,8 +384,8 @@ class NcclGroup(inner.InnerGroup):
             self._end_block(self._device)
 
     def error(self) -> str:
-        """Return the error that torch's watchdog has found; empty for none, or in an older
-        torch."""
+        """Return the error that torch's watchdog has found; empty for none, or if torch is too old
+        to be asked."""
         ask = getattr(self._backend, "get_error", None)
         found = "SUCCESS" if ask is None else str(ask().name)
         return "" if found == "SUCCESS" else found
@@ -465,8 +466,8 @@ def _barrier_options(
     """Return the options of a barrier that returns a Work, on the device of its group.
 
     A barrier without a Work would hold the host in a wait that no other thread sees. Without a
-    device torch would use the thread's current device. That is the first of the node by default,
-    on which the process would create a context.
+    device torch would use the thread's current device, by default the first device of the node, on
+    which the process would create a context.
     """
     opts = BarrierOptions()
     for given in (*args, *kwargs.values()):
@@ -484,9 +485,9 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
     """Load NCCL's kernels before a recovery has to wait for them: make a communicator of a single
     rank, use it for each collective of training, and abort it.
 
-    NCCL inspects each of its kernels for a communicator, which loads them; torch loads its own at
-    the first use of an operation. A single rank needs no peer for that. NCCL then only copies, so
-    no connection is opened. This function has never run on a GPU.
+    NCCL inspects each of its kernels for a communicator, which loads the kernel; torch loads its
+    own kernels at the first use of an operation. A single rank needs no peer for that: NCCL then
+    only copies, so no connection is opened. This function has never run on a GPU.
 
     The calling thread must not be in an epoch. Raises RuntimeError as NCCL does.
     """
@@ -530,8 +531,8 @@ def _group_end() -> Callable[[], int] | None:
 
 
 def is_group_open() -> bool:
-    """Ask NCCL whether the calling thread is in a group; the question ends that group. Needs no
-    device.
+    """Return whether the calling thread is in a group of NCCL, and end that group: NCCL can only be
+    asked by ``ncclGroupEnd``. Needs no device.
     """
     end = _group_end()
     return end is not None and end() != _INVALID_USAGE

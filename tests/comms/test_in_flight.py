@@ -97,13 +97,13 @@ class Running:
         return self.ended.is_set()
 
 
-@pytest.mark.parametrize("handed", [False, True])
-def test_memory_is_unsafe_while_another_thread_waits(handed):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_memory_is_unsafe_while_another_thread_waits(in_thread):
     """Only that thread knows of an operation that its caller did not make asynchronous."""
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
     group: Any = SimpleNamespace(epoch=epoch, description="dp", place="dp", size=2)
     running = Running()
-    work = HostWork(running, group, "reduce_scatter", 1, (), handed, False, True, None)
+    work = HostWork(running, group, "reduce_scatter", 1, (), in_thread, False, True, None)
 
     def wait() -> None:
         with pytest.raises(EpochClosed):

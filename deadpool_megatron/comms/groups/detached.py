@@ -1,10 +1,10 @@
 """Inner groups without peers: collectives complete locally.
 
-They behave as if every peer held the same data as this process: gathers copy its input into
-each output, reduce-scatter takes its chunk, all-to-all takes its part for each peer, and reductions
-change nothing. A receive, or a broadcast from another rank, gives zeros: as sizes and as
-indices they do no harm, unlike memory that was never written. So a spare can build a model, an
-optimizer and data loaders and run warm-up steps; object collectives unpickle their own objects.
+They behave as if every peer held the same data as this process: gathers copy the input of this rank
+into each output, reduce-scatter and all-to-all copy this rank's chunk of it, and reductions change
+no data. A receive, or a broadcast from another rank, gives zeros: as sizes and as indices zeros do
+no harm, unlike memory that was never written. So a spare can build a model, an optimizer and data
+loaders and run warm-up steps; object collectives unpickle their own objects.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _fit(target: Tensor, source: Tensor) -> None:
 def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
     if isinstance(inputs, Tensor):
         outputs, inputs = [outputs], [inputs]
-    for targets, source in zip(outputs, inputs, strict=False):  # a gather has some at the root only
+    for targets, source in zip(outputs, inputs, strict=False):  # outputs are empty but at the root
         for target in targets:
             _fit(target, source)
 
@@ -141,7 +141,7 @@ def _scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None: 
     if isinstance(outputs, Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, parts in zip(outputs, inputs, strict=False):
-        if parts:  # a scatter has some at the root only
+        if parts:  # a scatter has inputs at the root only
             _fit(output, parts[rank])
 
 
@@ -194,7 +194,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "reduce_scatter_single_coalesced": _each(_scatter_single),
     "reduce_scatter_tensor_coalesced": _each(_scatter_single),
     "gather": _gather,
-    # Empty on all ranks but the root.
+    # On all ranks but the root, the output of a gather is empty.
     "gather_single": _gather_single,
     "gather_into_tensor": _gather_single,
     "scatter": _scatter,

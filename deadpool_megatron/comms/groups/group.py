@@ -1,13 +1,13 @@
 """The ProcessGroup that Megatron holds: the same object for the whole run.
 
 torch accepts a Python subclass of ProcessGroup from a backend's creator and uses that very object
-as the group. Ours forwards to an inner group that is exchanged when the membership changes, so the
-dozens of references that a training framework captures never go stale.
+as the group. The group here forwards to an inner group that is exchanged when the membership
+changes, so the dozens of references that a training framework captures never go stale.
 
-:class:`Installation` makes c10d create them. Only what stock code calls is replaced, and everything
-can be put back. ``_new_group_with_tag`` is replaced rather than ``new_group``, because all ways to
-a new group pass through it, also copies of ``new_group`` that other modules imported earlier. The
-exception is ``split_group``, which is replaced by calls of ``new_group``.
+:class:`Installation` makes c10d create such groups. It replaces only functions that stock code
+calls, and can restore all of them. It replaces ``_new_group_with_tag`` rather than ``new_group``,
+because all ways to a new group pass through it, even copies of ``new_group`` that other modules
+imported earlier. The exception is ``split_group``, which is replaced by calls of ``new_group``.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def register_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
     Newer versions of torch ask every new group for its default backend. For C++ our group has none,
     and the inner backend must not be registered: C++ keeps the first backend of a type for ever,
     and a call through it would reach peers of an old epoch. So C++ finds a backend whose
-    collectives raise. It is registered for a device without data, and C++ chooses the backend of an
-    operation by the device of its tensors. An operation that bypasses the methods of our group
-    therefore ends in torch's own "No backend type associated with device type cpu". The backend has
-    no threads and no sockets: a process may still fork.
+    collectives raise. It is registered for a device without data, while C++ chooses the backend of
+    an operation by the device of its tensors. So an operation that bypasses the methods of our
+    group ends in torch's own "No backend type associated with device type cpu". The backend has no
+    threads and no sockets: a process may still fork.
     """
     fake: Any = FakeProcessGroup
     options = fake.Options()
@@ -66,9 +66,9 @@ def register_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
 class ReconfigurableGroup(ProcessGroup):
     """A process group whose communicator can be exchanged.
 
-    ``transport``: that of its inner groups, see ``communicators.fabric_of``; ``requested``: the
-    backend name that the user asked for. Methods that communicate are added below from the
-    installed torch. Starts detached.
+    ``transport``: the transport of its inner groups, see ``communicators.fabric_of``;
+    ``requested``: the backend name that the user asked for. Methods that communicate are added
+    below from the installed torch. A group starts detached.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ReconfigurableGroup(ProcessGroup):
         description = ProcessGroup.group_desc.fget(self)  # type: ignore[attr-defined]
         return self._spec.name if description in ("", "undefined") else str(description)
 
-    # -- asked by c10d and its users ----------------------------------------------------------
+    # -- called by c10d and its users ---------------------------------------------------------
 
     def rank(self) -> int:
         return self._spec.rank
@@ -127,7 +127,7 @@ class ReconfigurableGroup(ProcessGroup):
     def name(self) -> str:
         return self.requested
 
-    # The base class reads the name from its backend in C++, which is a stand-in without this name.
+    # The base class reads the name from its backend in C++, here a stand-in without this name.
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._spec.name
@@ -203,7 +203,7 @@ for _operation in COMMUNICATION:
 
 @dataclass
 class Entry:
-    """A call of init_process_group or new_group; ``group``: None if this rank is not in the
+    """A call of init_process_group or new_group. ``group`` is None if this rank is not in the
     group."""
 
     ranks: tuple[int, ...]
@@ -251,7 +251,7 @@ class Installation:
 
     @contextmanager
     def reusing(self, known: list[Entry]) -> Iterator[None]:
-        """Let new_group return ``known`` groups, in order, instead of creating any."""
+        """Let new_group return the ``known`` groups, in order, instead of creating groups."""
         self._known = iter(known)
         try:
             yield
@@ -282,7 +282,7 @@ class Installation:
         signature = inspect.signature(original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            """As torch, but without a connection to peers: Communicators.attach makes it later."""
+            """Act as torch's function, but do not connect to peers: Communicators.attach does."""
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             values = given.arguments
@@ -293,7 +293,7 @@ class Installation:
             values.update(
                 backend=BACKEND_NAME,
                 init_method=None,
-                # Nothing is ever exchanged through it.
+                # No value is ever exchanged through this store.
                 store=HashStore(),
                 rank=int(os.environ["RANK"]) if rank < 0 else rank,
                 world_size=int(os.environ["WORLD_SIZE"]) if size < 0 else size,
@@ -306,7 +306,7 @@ class Installation:
             if device is not None:
                 world.bound_device_id = torch.device(device)
             _restore_name(world, self._requested)
-            self._owner.group_created(Entry(world.ranks, self._requested, "default_pg", world))
+            self._owner.add_group(Entry(world.ranks, self._requested, "default_pg", world))
 
         return init_process_group
 
@@ -350,7 +350,7 @@ class Installation:
                 made = None
             try:
                 entry = Entry(members, requested, values["group_desc"] or "", made)
-                self._owner.group_created(entry)
+                self._owner.add_group(entry)
             except BaseException:
                 # The caller gets no group, and its peers may never make this call: every later
                 # epoch would wait for them in vain.
@@ -391,8 +391,8 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def split_group(*args: Any, **kwargs: Any) -> Any:
-        """As torch, but call new_group for each part: to split the parent's communicator would be
-        of no use, as it is exchanged later."""
+        """Act as torch's function, but call new_group for each part: a split of the parent's
+        communicator would be lost when the parent's communicator is replaced."""
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
@@ -409,7 +409,7 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
                 values["timeout"],
                 values.get("backend") or parent.requested,
                 values["pg_options"] or copy.deepcopy(parent.spec().options),
-                # Named by its ranks, and called by the ranks of the parent only.
+                # Only the ranks of the parent make this call, so the ranks name the group.
                 use_local_synchronization=True,
                 group_desc=values["group_desc"],
             )
@@ -421,9 +421,10 @@ def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-        """As torch, whose own test for coalescing (`type(group) is ProcessGroup`) fails for us.
+        """Act as torch's function, whose own test for coalescing (`type(group) is ProcessGroup`)
+        fails for our groups.
 
-        Without it both neighbours of a pipeline send first, which deadlocks NCCL.
+        Without coalescing both neighbours of a pipeline send first, which deadlocks NCCL.
         """
         _c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or _c10d._get_default_group()
@@ -462,8 +463,8 @@ def _receive_own(values: dict[str, Any]) -> None:
         values["scatter_object_output_list"][0] = sent[values["group"].rank()]
 
 
-#: object collectives, each with its replacement on a detached group: torch would unpickle a buffer
-#: into which no bytes have been received
+#: object collectives, each with the function that replaces it on a detached group: torch's own
+#: function would unpickle a buffer into which no bytes were received
 _DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "broadcast_object_list": lambda _: None,
     "recv_object_list": lambda _: None,

@@ -22,10 +22,10 @@ class Roster:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-        self._made: dict[tuple[int, ...], int] = {}
+        self._key_counts: dict[tuple[int, ...], int] = {}
 
     def add(self, entry: Entry) -> None:
-        """Add a creation, which begins with WORLD."""
+        """Add a creation; the first is that of WORLD."""
         self._entries.append(entry)
 
     def remove(self, group: ReconfigurableGroup) -> None:
@@ -60,39 +60,40 @@ class Roster:
 
     def splits(self) -> tuple[str, list[list[ReconfigurableGroup | None]]]:
         """Return a digest, which is equal on ranks that know the same groups, and the rounds in
-        which all groups of all roles but those of gloo are split from WORLD: the groups of a round
-        share no rank (None: this rank is no member)."""
+        which the groups of all roles, except those of gloo, are split from WORLD. The groups of a
+        round share no rank; None stands for a group without this rank."""
         entries = [entry for entry in self._entries[1:] if entry.requested.lower() != "gloo"]
-        taken: list[set[int]] = []
+        round_ranks: list[set[int]] = []
         rounds: list[list[ReconfigurableGroup | None]] = []
         for entry in entries:
             ranks = set(entry.ranks)
-            free = (i for i, others in enumerate(taken) if others.isdisjoint(ranks))
-            if (number := next(free, len(taken))) == len(taken):
-                taken.append(set())
+            free = (i for i, others in enumerate(round_ranks) if others.isdisjoint(ranks))
+            if (number := next(free, len(round_ranks))) == len(round_ranks):
+                round_ranks.append(set())
                 rounds.append([])
-            taken[number] |= ranks
+            round_ranks[number] |= ranks
             rounds[number].append(entry.group)
         text = str([(entry.ranks, entry.description) for entry in entries])
         return hashlib.blake2b(text.encode()).hexdigest(), rounds
 
     def start_epoch(self) -> None:
         """Number store keys from the start."""
-        self._made.clear()
+        self._key_counts.clear()
 
     def next_key(self, group: ReconfigurableGroup) -> str:
-        """Return the store prefix of the group: its ranks, and its number among groups of these."""
-        number = self._made.get(group.ranks, 0)
-        self._made[group.ranks] = number + 1
+        """Return the store prefix of the group: a digest of its ranks, and its number among the
+        groups with these ranks."""
+        number = self._key_counts.get(group.ranks, 0)
+        self._key_counts[group.ranks] = number + 1
         text = ",".join(map(str, group.ranks))
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return f"{len(group.ranks)}-{digest}-{number}"
 
     def renumber(self, rank: int) -> None:
-        """Let this process' groups become those of ``rank``, object by object.
+        """Let the groups of this process become the groups of ``rank``, object by object.
 
-        Needs the same number of memberships with equal descriptions, sizes and backends, in the
-        same order. Raises ValueError otherwise; then the groups must be built again.
+        Both ranks must be members of the same number of groups, with equal descriptions, sizes and
+        backends in the same order. Raises ValueError otherwise: the groups must be built again.
         """
         old_rank = self.world().rank()
         if rank == old_rank:
@@ -102,10 +103,10 @@ class Roster:
         shape = [(e.description, len(e.ranks), e.requested) for e in sources]
         if shape != [(e.description, len(e.ranks), e.requested) for e in targets]:
             raise ValueError(f"rank {rank} has other groups than rank {old_rank}")
-        moved = [(entry.group, target) for entry, target in zip(sources, targets, strict=True)]
+        moves = [(entry.group, target) for entry, target in zip(sources, targets, strict=True)]
         for entry in sources:
             entry.group = None
-        for group, target in moved:
+        for group, target in moves:
             assert group is not None
             target.group = group
             group.renumber(target.ranks, target.ranks.index(rank))

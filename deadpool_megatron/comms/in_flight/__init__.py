@@ -1,6 +1,6 @@
 """The operations of an epoch: how they are waited for, abandoned, and freed.
 
-epoch        its flag, its operations in flight, and its close
+epoch        the flag of an epoch, its operations in flight, and its close
 observation  the waits and the progress of a process, for the threads that watch it
 reaper       the thread that frees old epochs
 works        the Work objects that callers get, and their futures

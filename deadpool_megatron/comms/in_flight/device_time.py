@@ -7,13 +7,13 @@ some iterations are measured (:mod:`deadpool_megatron.member.own_time`).
 
 torch's flight recorder has the progress. Its watchdog polls the events of all operations ten times
 a second, and keeps for each group the numbers of the last operation that was enqueued, started, and
-completed. Read in FlightRecorderDetail.hpp and ProcessGroupNCCL.hpp of torch 2.13: ``pg_status``
-has them by the number that the process has given to the group's object (``uid``), which no two
-objects share over all epochs. The names in ``pg_config`` are of no use, as each epoch repeats them.
-The started operations are known with ``TORCH_NCCL_ENABLE_TIMING`` only, which is never set: it
-costs events, and torch warns of watchdogs that hang. After an error or a timeout the watchdog drops
-pending operations and calls all of them completed. So the numbers of a group whose backend has an
-error only prove the enqueued operations.
+completed. By FlightRecorderDetail.hpp and ProcessGroupNCCL.hpp of torch 2.13, ``pg_status`` has
+these numbers under the number that the process has given to the group's object (``uid``). No two
+objects share that number, over all epochs, while each epoch repeats the names in ``pg_config``. The
+number of the started operation is known only with ``TORCH_NCCL_ENABLE_TIMING``, which is never set:
+it costs events, and torch warns of watchdogs that hang. After an error or a timeout the watchdog
+drops pending operations and calls all of them completed. So of a group whose backend has an error,
+only the number of the enqueued operation is right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Answer = TypeVar("_Answer")
 class StreamWaits:
     """The waits of an iteration. Any thread waits; the main thread begins, ends and reads.
 
-    ``clock`` is set by the fabric of a device; without one nothing is ever measured.
+    The fabric of a device sets ``clock``; without a clock no iteration is measured.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class StreamWaits:
         self._forget()
 
     def around(self, wait: Callable[[], _Answer]) -> _Answer:
-        """Make a wait, or an operation that runs on the current stream."""
+        """Call ``wait``, a wait or an operation that runs on the current stream, and measure it."""
         clock = self.clock
         if not self._is_open or clock is None or len(self._waits) >= MAX_WAITS:
             return wait()
@@ -85,8 +85,8 @@ class StreamWaits:
         return answer
 
     def read(self) -> tuple[float, float] | None:
-        """Return the seconds of the iteration, and of its stream's waits; None while the device has
-        not finished it, or nothing was measured."""
+        """Return the seconds of the iteration, and the seconds of its waits; None while the device
+        has not finished the iteration, or if none was measured."""
         clock, whole = self.clock, self._whole
         if clock is None or whole is None or not clock.is_passed(whole[1]):
             return None

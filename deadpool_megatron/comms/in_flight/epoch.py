@@ -19,10 +19,10 @@ FaultCallback = Callable[[str, str, str], None]
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """An unfinished operation: its inner group, and the thread that was left waiting for it.
+class UnfinishedOperation:
+    """An unfinished operation: its inner group, and the abandoned thread that waits for it.
 
-    ``receives``: it writes bytes straight from a connection.
+    ``receives``: the operation writes bytes straight from a connection.
     """
 
     group: object
@@ -32,14 +32,14 @@ class Stuck:
 
 @runtime_checkable
 class Pending(Protocol):
-    """An operation that was started and not seen to end."""
+    """An operation that was started and is not known to have ended."""
 
-    def unfinished_in(self) -> Stuck | None:
-        """Return the place where it can still write into its outputs; None: finished, or
-        reading."""
+    def unfinished_in(self) -> UnfinishedOperation | None:
+        """Return the operation if it can still write into its outputs; None if it is finished or
+        only reads."""
 
     def finish(self) -> None:
-        """Wait for it; the wait can be abandoned."""
+        """Wait for the operation; the wait can be abandoned."""
 
 
 class Waiting(Protocol):
@@ -67,7 +67,7 @@ class Progress:
     """The number of finished operations over all epochs; a lost count under races does no harm.
 
     ``waited_seconds`` is the time of the main thread in operations whose wait blocks the host,
-    ``stream_waits`` that of streams in operations whose wait blocks these.
+    ``stream_waits`` the time of streams in operations whose wait blocks the stream.
     """
 
     finished: int = 0
@@ -106,10 +106,11 @@ class RetiredEpoch:
 class Epoch:
     """State shared by all inner groups of an attach.
 
-    ``closed`` is set once and never cleared; ``in_flight`` maps a serial number to operations
-    without a wait so far, ``abandoned`` holds those whose wait was abandoned, ``waits`` maps a
-    thread id to its wait, ``ends`` holds the callbacks of the close. Dictionaries are only touched
-    by single operations, atomic in CPython, so the hot path takes no lock.
+    ``closed`` is set once and never cleared. ``in_flight`` maps a serial number to an operation
+    that no thread has finished waiting for, ``abandoned`` holds operations whose wait was
+    abandoned, ``waits`` maps a thread id to its wait, ``ends`` holds the callbacks of the close.
+    Dictionaries are only touched by single operations, atomic in CPython, so the hot path takes no
+    lock.
     """
 
     number: int
@@ -120,7 +121,7 @@ class Epoch:
     main_ident: int | None = field(default_factory=lambda: threading.main_thread().ident)
     #: whether an operation may have to wait for long work of a peer
     allows_long_waits: bool = False
-    #: from the creation on: a first use may hold its thread for seconds
+    #: true at first: the first use of an operation may hold its thread for seconds
     in_first_step: bool = True
     closed: bool = False
     closed_at_seconds: float = 0.0
@@ -144,7 +145,7 @@ class Epoch:
         """Set the flag, abort all fabrics, wake all waits. Any thread, any number of times."""
         if not self.closed:
             self.retire()
-        # The waits are woken before and after: the abort of an NCCL fabric may take its time.
+        # Waits are woken before the abort as well, since that of an NCCL fabric may take long.
         self.pool.wake_all()
         self.abort()
         self.pool.wake_all()
@@ -152,13 +153,13 @@ class Epoch:
             end()
 
     def retire(self) -> None:
-        """Set the flag without harming peers that may still be reading: a planned change."""
+        """Set the flag, for a planned change, without harming peers that may still be reading."""
         self.closed_at_seconds = time.monotonic()
         self.closed = True
         self._closed_event.set()
 
     def abort(self) -> None:
-        """Abort all fabrics; to be repeated while connections may still come up."""
+        """Abort all fabrics. The caller repeats this while connections may still be made."""
         for fabric in list(self.fabrics.values()):
             fabric.abort()
 
@@ -170,9 +171,8 @@ class Epoch:
     def fault(
         self, description: str, operation: str, text: str, wait_seconds: float | None = None
     ) -> NoReturn:
-        """A communication failed: report it once, wait for the close, unwind.
-
-        The wait is ``wait_seconds``, by default the limit of this epoch.
+        """Report a failed communication, unless a fault was reported already; wait for the close,
+        at most ``wait_seconds`` (by default the limit of this epoch); raise.
 
         Raises EpochClosed when the epoch is or gets closed, else CommunicatorFault.
         """
@@ -198,10 +198,10 @@ class Epoch:
             self.on_fault(description, operation, text)
 
     def finish_in_flight(self) -> None:
-        """Wait for every operation without a wait, in this or another thread.
+        """Wait for every operation for which no thread is waiting.
 
-        The operation of another thread's wait may end in a later iteration, and gloo wakes only one
-        of two waits.
+        An operation for which another thread waits is left out: it may end in a later iteration,
+        and gloo wakes only the first of two waits.
         """
         for pending in list(self.in_flight.values()):
             if id(pending) not in map(id, list(self.waits.values())):
@@ -211,8 +211,8 @@ class Epoch:
         """After close: return whether any operation can still write into memory of the caller.
 
         Gloo forgets to wake some operations when their connection ends. Such an operation is alone
-        in its group (so it has been started), its threads sleep, and there are no connections: it
-        can only end with an error, at its timeout, and writes nothing any more.
+        in its group (so it has been started), its threads sleep, and there are no connections. It
+        can only end with an error, at its timeout, and does not write any more.
         """
         if any(fabric.aborting() for fabric in list(self.fabrics.values())):
             return True
@@ -239,7 +239,7 @@ class Epoch:
     def detach_resources(self) -> RetiredEpoch:
         """Return everything that holds sockets, threads or memory, and drop it here."""
         works, fabrics = [*self.in_flight.values(), *self.abandoned], [*self.fabrics.values()]
-        rest = RetiredEpoch(works, self.groups, fabrics)
+        retired = RetiredEpoch(works, self.groups, fabrics)
         self.in_flight, self.fabrics = {}, {}
         self.abandoned, self.groups = [], []
-        return rest
+        return retired

@@ -23,10 +23,11 @@ class Observation:
         return self._attaching or self._current
 
     def waiting_for(self) -> tuple[str, str, int] | None:
-        """Return the (group, operation, sequence number) in which the main or any thread waits.
+        """Return the (group, operation, sequence number) in which the main thread waits, or else
+        another thread; None if no thread waits.
 
-        Collectives and messages of a group are numbered separately, from 1 in each epoch: the rank
-        of a group with the lowest number keeps the others waiting.
+        Collectives and messages of a group are numbered separately, from 1 in each epoch. The rank
+        of a group with the lowest number keeps the other ranks waiting.
         """
         waits = {} if (epoch := self._newest) is None else dict(epoch.waits)
         if not waits:
@@ -37,14 +38,14 @@ class Observation:
     def positions(self) -> Mapping[str, inner.Position] | None:
         """Return the device's progress with the operations of each group. Expensive.
 
-        None where waits hold the host, and :meth:`waiting_for` has the place.
+        None where waits hold the host: then :meth:`waiting_for` returns the place.
         """
         fabrics = [] if (epoch := self._newest) is None else list(epoch.fabrics.values())
         known = [found for fabric in fabrics if (found := fabric.positions()) is not None]
         return dict(item for found in known for item in found.items()) if known else None
 
     def report_faults(self) -> None:
-        """Report a fault that no thread has met, once for an epoch."""
+        """Report a fault that no thread has met, at most once in an epoch."""
         if (epoch := self._current) is not None:
             for fabric in list(epoch.fabrics.values()):
                 if (found := fabric.fault()) is not None and not epoch.closed:

@@ -1,4 +1,4 @@
-"""The thread that frees the epochs that are over."""
+"""The thread that frees epochs after their end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _free(retired: RetiredEpoch) -> None:
 
 
 def _try(step: Callable[[], object]) -> None:
-    """Take a step; its failure for lack of descriptors or threads must not stop the others."""
+    """Take a step. Its failure, for example for lack of descriptors, must not stop later steps."""
     try:
         step()
     except Exception as error:

@@ -1,13 +1,12 @@
 """Blocking calls that can be abandoned, and threads that connect groups to their peers.
 
-Own threads make the calls, while their caller waits on a lock.
-
-A queue and a lock per thread instead of an executor and futures, as this is in the path of every
-point-to-point wait (about 50 us of CPU against 155 us, measured on two busy cores).
+Threads of this module make the calls, while each caller waits on a lock. A thread has a queue and a
+lock instead of an executor and futures, because every point-to-point wait passes through here
+(about 50 us of CPU against 155 us, measured on two busy cores).
 
 An abandoned call may still proceed, unless it is in a thread of gloo that sleeps. A thread that
-could run is in state R, also while it waits for a processor, so a busy machine does not look like a
-sleeping thread. Linux only.
+could run is in state R even while it waits for a processor, so a busy machine does not make it look
+asleep. Linux only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deadpool_megatron.comms.in_flight.epoch import Epoch
 
-#: more threads gain nothing, as most of the time is waiting for peers
+#: more threads would gain nothing, since most of the time is spent waiting for peers
 MAX_BUILDERS = 8
 #: names that torch and gloo give to threads for collectives, and for a device's connections
 _WORKERS = frozenset({"pt_gloo_runloop"})
@@ -37,7 +36,8 @@ _STATUS = re.compile(r"^State:\s+(\S).*?^voluntary_ctxt_switches:\s+(\d+)", re.M
 
 
 class Abandoned(Exception):
-    """The caller left a call that continues in its thread; ``deadline``: not for a close."""
+    """The caller has abandoned a call that continues in its thread, after its deadline
+    (``deadline``) or the close of the epoch."""
 
     def __init__(self, waiter: Waiter, deadline: bool) -> None:
         super().__init__("a blocking call was abandoned")
@@ -48,7 +48,7 @@ class Abandoned(Exception):
 class Waiter:
     """A thread that makes blocking calls for others, one at a time."""
 
-    __slots__ = ("error", "finished", "inbox", "left", "native_id", "wake")
+    __slots__ = ("error", "finished", "inbox", "is_abandoned", "native_id", "wake")
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -57,14 +57,14 @@ class Waiter:
         self.wake = threading.Lock()
         self.wake.acquire()
         self.finished = False
-        self.left = False
+        self.is_abandoned = False
         self.error: BaseException | None = None
         thread = threading.Thread(target=self._serve, name="deadpool-waiter", daemon=True)
         thread.start()
         self.native_id = thread.native_id or 0
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Start ``call`` in the thread, without traces of the call before."""
+        """Start ``call`` in the thread, without traces of an earlier call."""
         self.finished = False
         self.error = None  # an earlier call may have ended while it was abandoned
         self.inbox.put(call)
@@ -79,8 +79,8 @@ class Waiter:
             except BaseException as error:
                 self.error = error
             del call
-            if self.left:
-                self.error = None  # no caller will read it, and its traceback holds this frame
+            if self.is_abandoned:
+                self.error = None  # no caller will read the error, whose traceback holds this frame
             self.finished = True
             self.notify()
 
@@ -91,10 +91,10 @@ class Waiter:
 
 
 class WaiterPool:
-    """Threads made on demand (never before the first call, so a fork before it is safe).
+    """Threads that are made on demand (never before the first call, so a fork before it is safe).
 
-    There are as many as callers that wait at the same time, plus threads of abandoned calls, which
-    end when their call returns. Thread-safe.
+    There are as many threads as callers that wait at the same time, plus those of abandoned calls,
+    which end when their call returns. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -119,16 +119,16 @@ class WaiterPool:
             while not waiter.finished:
                 closed = epoch.closed
                 until = epoch.grace_over if closed else deadline
-                rest = None if until is None else until - time.monotonic()
-                if rest is not None and rest <= 0:
+                seconds = None if until is None else until - time.monotonic()
+                if seconds is not None and seconds <= 0:
                     raise Abandoned(waiter, deadline=not closed)
-                waiter.wake.acquire(timeout=-1 if rest is None else rest)
+                waiter.wake.acquire(timeout=-1 if seconds is None else seconds)
         finally:
             self._busy.discard(waiter)
             if waiter.finished:
                 self._idle.append(waiter)
             else:
-                waiter.left = True
+                waiter.is_abandoned = True
                 waiter.inbox.put(None)
         error, waiter.error = waiter.error, None
         if error is not None:
@@ -151,8 +151,8 @@ class WaiterPool:
 def stays_asleep(others: Set[int]) -> bool:
     """Return whether no gloo worker, nor any of the thread ids ``others``, ran for 0.1 s.
 
-    That is judged after the loop of each device was idle once: the bytes that it had received are
-    then delivered, and the threads that it woke are no longer asleep.
+    The threads are observed after the loop of each device was idle once: the bytes that the loop
+    had received are then delivered, and the threads that it woke are no longer asleep.
     """
     for _ in range(_SAMPLES):
         if _switches(_LOOPS, frozenset()) is not None:
@@ -171,7 +171,8 @@ def stays_asleep(others: Set[int]) -> bool:
 
 
 def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
-    """Return thread id -> number of times it went to sleep; None if any is not sleeping."""
+    """Return thread id -> number of times the thread went to sleep, for gloo's threads with these
+    ``names`` and the thread ids ``others``; None if any of them does not sleep."""
     switches: dict[int, int] = {}
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -191,7 +192,7 @@ def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The connection of a group; ``connect`` returns when all its peers have taken part."""
+    """The job to connect a group; ``connect`` returns when all its peers have taken part."""
 
     place: str
     connect: Callable[[], None]
@@ -219,11 +220,11 @@ class Builders:
         ]
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Connect these as well, after all others; before the run, or by a job of it."""
+        """Connect these groups as well, after all others. Called before the run, or by a job."""
         self._waiting.extend(jobs)
 
     def run(self) -> None:
-        """Connect all of them. Raises the first error, while started groups continue."""
+        """Connect all groups. Raises the first error, while other groups are still connecting."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.gathers import SeveralWorks, failure_of
-from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
+from deadpool_megatron.comms.in_flight.epoch import Epoch, UnfinishedOperation
 from deadpool_megatron.comms.in_flight.waiters import Abandoned, Waiter
 from deadpool_megatron.comms.inner import POINT_TO_POINT, RECEIVES, CommunicatorFault, EpochClosed
 
@@ -129,17 +129,17 @@ def ending_with(epoch: Epoch, inner: Any, operation: str) -> Any:
 class HostWork(SeamWork):
     """A Work whose wait blocks the host (gloo), and can be abandoned.
 
-    ``handed``: the inner wait ignores or is broken by a timeout (a timed wait on a gloo send or
-    receive closes all connections), so another thread makes it; otherwise it is waited for in
-    slices. ``operands`` are kept until completion: by value of storage (aliases) if the caller may
-    exchange the storage of its tensors meanwhile, as Megatron's deallocate_output_tensor does.
-    ``writes``: whether it writes into memory of the caller while it runs. ``after`` is called when
-    it has finished.
+    ``in_thread``: another thread makes the inner wait, which ignores a timeout or is broken
+    by it (a timed wait on a gloo send or receive closes all connections); otherwise the caller
+    waits in slices. ``operands`` are kept until completion. With ``tracked``, aliases of their
+    storage are kept, since the caller may exchange the storage of its tensors meanwhile, as
+    Megatron's deallocate_output_tensor does. ``writes``: whether the operation writes into memory
+    of the caller while it runs. ``after`` is called when it has finished.
     """
 
     __slots__ = (
-        *("_after", "_done", "_failed", "_handed"),
-        *("_left", "_operands", "_serial", "_writes"),
+        *("_after", "_done", "_failed", "_in_thread"),
+        *("_waiter", "_operands", "_serial", "_writes"),
     )
 
     def __init__(
@@ -149,18 +149,18 @@ class HostWork(SeamWork):
         operation: str,
         sequence: int,
         operands: Any,
-        handed: bool,
+        in_thread: bool,
         tracked: bool,
         writes: bool,
         after: Callable[[], None] | None,
     ) -> None:
         super().__init__(inner, group, operation, sequence)
-        self._handed = handed
+        self._in_thread = in_thread
         self._writes = writes
         self._after = after
         self._done = False
         self._failed = False
-        self._left: Waiter | None = None
+        self._waiter: Waiter | None = None
         if tracked:
             # detach() makes another TensorImpl on the same storage, which outlives `.data = ...`.
             self._operands: Any = [tensor.detach() for tensor in tensors_in(operands)]
@@ -186,7 +186,7 @@ class HostWork(SeamWork):
         try:
             if timeout is not None and timeout.total_seconds() <= 0:
                 timeout = None  # no timeout in C++
-            problem = self._wait_handed(timeout) if self._handed else self._wait_sliced(timeout)
+            problem = self._wait_pooled(timeout) if self._in_thread else self._wait_sliced(timeout)
         finally:
             del waits[ident]
             if ident == epoch.main_ident:
@@ -216,7 +216,7 @@ class HostWork(SeamWork):
                 return None
             except RuntimeError:
                 if inner.is_completed():
-                    return failure_of(inner)  # it may have completed just after the slice
+                    return failure_of(inner)  # inner may have completed just after the slice
                 if isinstance(inner, SeveralWorks) and (failure := inner.failure()) is not None:
                     return failure
                 if until is not None and monotonic() >= until:
@@ -224,15 +224,15 @@ class HostWork(SeamWork):
             if epoch.closed and monotonic() >= epoch.grace_over:
                 return None
 
-    def _wait_handed(self, timeout: timedelta | None) -> str | None:
+    def _wait_pooled(self, timeout: timedelta | None) -> str | None:
         inner = self.inner
         call = inner.wait if timeout is None else lambda: inner.wait(timeout)
         if self.operation not in POINT_TO_POINT:
             call = _in_mode_of_caller(call)
         try:
             self.epoch.pool.call(call, self.epoch)
-        except Abandoned as left:
-            self._left = left.waiter  # not the exception: its traceback holds this frame
+        except Abandoned as abandoned:
+            self._waiter = abandoned.waiter  # the exception's traceback would hold this frame
         except RuntimeError as error:
             return str(error)
         return None
@@ -240,7 +240,7 @@ class HostWork(SeamWork):
     def is_completed(self) -> bool:
         completed = self._done or super().is_completed()
         if completed and self._after is not None and self.inner.is_success():
-            self.wait()  # a caller that polls reads the outputs next
+            self.wait()  # copies the results: a caller that polls reads the outputs next
         return completed
 
     # -- Pending ---------------------------------------------------------------------------------
@@ -249,20 +249,20 @@ class HostWork(SeamWork):
         """Wait on behalf of a caller that dropped this Work."""
         self.wait()
 
-    def unfinished_in(self) -> Stuck | None:
-        """Return the place where the operation may still write into its outputs, after the close of
-        its epoch."""
+    def unfinished_in(self) -> UnfinishedOperation | None:
+        """After the close of the epoch, return the operation if it may still write into its
+        outputs."""
         if self._done or not self._writes:
             return None
         if self.operation in RECEIVES:
-            ended = self._failed or (self._left is not None and self._left.finished)
-            return None if ended else Stuck(self.group, None, receives=True)
-        if self._handed:
-            # Only such an inner wait copies the result, as long as it runs.
-            if self._left is None or self._left.finished:
+            ended = self._failed or (self._waiter is not None and self._waiter.finished)
+            return None if ended else UnfinishedOperation(self.group, None, receives=True)
+        if self._in_thread:
+            # The inner wait of such an operation copies the result, so only a running wait writes.
+            if self._waiter is None or self._waiter.finished:
                 return None
-            return Stuck(self.group, self._left.native_id)
-        return None if self.inner.is_completed() else Stuck(self.group, None)
+            return UnfinishedOperation(self.group, self._waiter.native_id)
+        return None if self.inner.is_completed() else UnfinishedOperation(self.group, None)
 
     def _abandon(self) -> None:
         """Keep operands alive until the reaper has freed the inner group."""
@@ -278,7 +278,8 @@ class HostWork(SeamWork):
 
 
 def _in_mode_of_caller(wait: Callable[[], Any]) -> Callable[[], None]:
-    """Return a call for another thread, with the caller's modes of autograd: it copies outputs."""
+    """Return a call for another thread with the caller's modes of autograd, as the wait copies
+    outputs."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def call() -> None:
@@ -299,8 +300,8 @@ class StreamWork(SeamWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the current stream after the operation.
 
-        After an abort the inner wait may return normally with worthless outputs; this call raises
-        EpochClosed then, and a caller that reads outputs before the next call must check by itself.
+        After an abort the inner wait may return normally with worthless outputs. Then this call
+        raises EpochClosed; a caller that reads outputs later must check by itself.
         """
         epoch = self.epoch
         epoch.check(self.operation)
@@ -322,8 +323,8 @@ class StreamWork(SeamWork):
 
     def get_future(self) -> Any:
         """Return the inner future itself, which has the events that order streams. It is complete
-        when the operation is enqueued, so no wait hangs in it. A future of ours would order nothing
-        (ATen/core/ivalue_inl.h: a future knows its devices from the start, or has none)."""
+        when the operation is enqueued, so no wait hangs in it. A future made here would not order
+        streams (ATen/core/ivalue_inl.h: a future knows its devices from the start, or has none)."""
         self.epoch.check(self.operation)
         return self.inner.get_future()
 
