@@ -8,7 +8,7 @@ framework          the seam to the training framework
 session            one process: takes roles, trains, leaves closed epochs, takes roles again
 member_device      the device of the process, and its kind of communicator
 entry              the entry into an epoch: build, connect, restore, synchronise, verify one role
-epoch_runner       runs the iterations and segments of one role in an open epoch, protected
+epoch_runner       the iterations and segments of one role in an open epoch, protected
 protection         generations: start the copy, seal it in a helper thread, gate the update
 role_layout        the layout of a role's generations, from its parts
 frozen_weights     large weights that no iteration changes, written once

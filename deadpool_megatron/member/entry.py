@@ -61,8 +61,8 @@ class RestoreFailed(RuntimeError):
 
 
 class OtherModel(RestoreFailed):
-    """The state from which the run should continue is another program's; the message is one
-    line."""
+    """The state from which the run should continue is that of another model or schedule; the
+    message is one line."""
 
 
 class BuiltRole(NamedTuple):
@@ -105,8 +105,8 @@ class EpochEntry:
         )
         self._pinned = PinnedSlots(self._platform, self._warn)
         self._built: BuiltRole | None = None
-        self._late: dict[str, Any] = {}
-        self._pristine = b""
+        self._late: dict[str, Any] = {}  # extras whose random states are restored last
+        self._pristine = b""  # encoded extras right after the build
         # Identifies the extras of a role: they are restored only into a role with the same cut.
         self._identity: list[str] = []
 
@@ -127,7 +127,7 @@ class EpochEntry:
         return self.built.protection
 
     def build_detached(self, role: int, world_size: int) -> None:
-        """Make groups and loop for ``role`` without peers, dropping those of another role."""
+        """Make groups and loop for ``role`` without peers; drop the objects of another role."""
         self._make_groups(role, world_size)
         self._make_loop()
 
@@ -140,15 +140,15 @@ class EpochEntry:
         """Run one iteration without peers, to warm kernels, allocator and schedules, and take the
         memory that a role needs for its generations.
 
-        A restore replaces everything that it changes before that is used.
+        A restore replaces all state that this iteration changes.
         """
         self.loop.warm_up()
         self.built.framework.forget_in_flight()
         self._park()
 
     def _park(self) -> None:
-        """Make slots for the coming role, and page-lock the parts that are copied into them, unless
-        the node may need that memory for the copies of others."""
+        """Make slots for the coming role, and page-lock their parts, unless the node may need that
+        memory for copies of other roles."""
         try:
             self._check_memory(pinned=False)
             self._vault.park(self.protection.layout)
@@ -160,7 +160,8 @@ class EpochEntry:
     # Stages.
 
     def adopt(self, record: EpochRecord, role: int) -> None:
-        """Build for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
+        """Build for ``role``. At a fresh start only make its groups: :meth:`rebuild` makes the
+        loop, with peers."""
         world_size = len(record.seats)
         built_for = self.role if self.is_built else -1
         if record.restore.kind == "initial":
@@ -173,7 +174,7 @@ class EpochEntry:
             print(f"built for role {built_for}, takes role {role} in place", flush=True)
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
-        """Connect every group of the epoch."""
+        """Connect every group of the epoch; at a fresh start, make the loop."""
         limit = self.settings.rebuild_seconds
         store = EpochStore(self._link.store, record.epoch, limit)
         self.communicators.attach(record.epoch, store, rank_of(role), deadline_seconds=limit)
@@ -181,8 +182,8 @@ class EpochEntry:
             self._make_loop()
 
     def restore(self, record: EpochRecord, role: int) -> None:
-        """Restore the record's generation into the live objects. Raises CutRefused for the fault
-        of another size."""
+        """Restore the record's generation into the live objects. Raises CutRefused for a failure
+        that only another size has."""
         restore, framework = record.restore, self.built.framework
         layout = self.protection.layout
         if restore.kind == "dump" and (reason := dump_difference(Path(restore.path), layout)):
@@ -192,12 +193,12 @@ class EpochEntry:
                 f" {reason}; resume it with the command that wrote it",
             )
         if restore.kind != "memory" and not self._vault.has_segment(self.role):
-            # Before any slot is made. A run that continues from memory has its slots, and runs with
-            # fewer copies rather than end.
+            # Memory is checked before any slot is made. A run that continues from memory has its
+            # slots, and should rather run with fewer copies than end.
             for text in self._check_memory(pinned=self._platform.is_cuda):
                 self._warn(text)
-        # First, so that the coordinator compares the state in memory with this model. The vault may
-        # have made slots for that state already, and has none of another layout.
+        # This message comes first, so that the coordinator compares the state in memory with this
+        # model: the vault may have made slots for that state already, and refuses another layout.
         own = layout.without_runs.to_dict()
         self._link.send({"t": "registered", "layout": own, **self._sizes()})
         recipe = restore.recipes.get(role)
@@ -216,8 +217,8 @@ class EpochEntry:
             return
         self._late, self.reports.reported = {}, []
         if restore.kind == "durable":
-            # First the state after the build: a checkpoint does not hold everything that an
-            # interrupted iteration, or the warm-up of a spare, has changed (traps, A4).
+            # The state after the build is restored first: a checkpoint does not hold all state that
+            # an interrupted iteration, or the warm-up of a spare, has changed.
             pristine = extras_codec.decode(self._pristine)
             framework.restore(pristine)
             framework.restore_last(pristine)
@@ -230,17 +231,17 @@ class EpochEntry:
             if kept:
                 framework.restore(kept)
                 self.reports.resend(kept["told"])
-            # By value: a reset of the loop changes some of the tensors in place.
+            # Captured by value: a reset of the loop changes some of the tensors in place.
             self._late = kept or extras_codec.decode(self.capture_extras())
         elif loaded := self.loop.loaded:
             self._late = self._extras_of(loaded)
             if self._late:
                 framework.restore_passing(self._late)
-        # A program may have loaded a checkpoint of its own while it was built.
+        # A program may have loaded a checkpoint of its own while its loop was built.
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
-        """Derive parameters from peers and iterators from counters; restore random states last."""
+        """Derive parameters from peers, and iterators from counters; restore random states last."""
         self.built.framework.synchronise()
         self.loop.reset_after_interrupt()
         if self._late:
@@ -248,7 +249,8 @@ class EpochEntry:
             self._late = {}
 
     def verify(self, record: EpochRecord, role: int) -> None:
-        """Compare what peers of every dimension must hold equal, and make the first generation."""
+        """Compare the state that peers of every dimension must hold equal; at a start, make the
+        first generation."""
         self.built.framework.verify()
         if record.restore.kind in ("initial", "durable"):
             if (frozen := self.built.frozen) is not None:
@@ -256,8 +258,8 @@ class EpochEntry:
             # The first generation of a new lineage is sealed and committed before the first update,
             # but after the comparison: unequal state must not become a generation.
             self.protection.announce(self.generation, first=True)
-            # At the boundary of the checkpoint: a restore of this generation must not repeat the
-            # segments that the checkpoint includes.
+            # Its boundary is that of the checkpoint: a restore of this generation must not repeat
+            # the segments that the checkpoint includes.
             self.protection.complete(self.capture_extras(), self.boundary)
             self.protection.begin_from(self.generation, self.boundary)
         if record.restore.kind == "initial" and rank_of(role) == 0:
@@ -304,40 +306,40 @@ class EpochEntry:
         self._vault.close()
 
     def _load(self, checkpoint: Path) -> None:
-        """Load a checkpoint. Raises RestoreFailed if the fault is that of the checkpoint."""
+        """Load a checkpoint. Raises RestoreFailed if the checkpoint is at fault."""
         try:
             check_checkpoint(checkpoint)
             self.loop.load_checkpoint(checkpoint)
-        except BaseException as error:  # some frameworks exit where they find nothing
+        except BaseException as error:  # some frameworks exit where they find no checkpoint
             # torch collects the exceptions of all ranks, each with its frames, in a BaseException.
-            found = [pair[0] for pair in getattr(error, "failures", {}).values()] or [error]
+            failures = [pair[0] for pair in getattr(error, "failures", {}).values()] or [error]
             others = (EpochClosed, CommunicatorFault, MemoryError, torch.OutOfMemoryError)
-            for failure in found:
+            for failure in failures:
                 if isinstance(failure, others):
                     raise failure from error
-            text = f"{type(found[0]).__name__}: {found[0]}".splitlines()[0]
+            text = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
             if kind_of_end(text) is not FailureKind.PROCESS_CRASH:
-                raise  # the fault of a device, or of the way to a peer
+                raise  # a device, or the connection to a peer, is at fault
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {text}") from error
 
     def _compare_schedule(self, record: EpochRecord, values: dict[str, Any]) -> None:
-        """At a start, whose command may have changed, raise OtherModel if the state has another
-        schedule than the command line, unless a flag overrides it."""
-        found = self.built.framework.schedule_difference(values) if record.begins else None
-        if found is None:
+        """At a start, whose command may have changed, raise OtherModel if the schedule of the state
+        differs from that of the command line, unless a flag overrides it."""
+        difference = self.built.framework.schedule_difference(values) if record.begins else None
+        if difference is None:
             return
-        if not found.is_overridden:
-            advice = f"give the former, or {found.override_flag} as well"
-            raise OtherModel("", f"{found.text}: {advice}")
+        if not difference.is_overridden:
+            advice = f"give the former, or {difference.override_flag} as well"
+            raise OtherModel("", f"{difference.text}: {advice}")
         if rank_of(self.role) == 0:
-            self._warn(f"{found.text}, which counts ({found.override_flag})")
+            self._warn(f"{difference.text}, which counts ({difference.override_flag})")
 
     def _extras_of(self, checkpoint: Path) -> dict[str, Any]:
-        """Return the extras of this role in a checkpoint's folder; empty if there are none for it:
-        then the state is that of the program's own load. Raises RestoreFailed."""
+        """Return the extras of this role in a checkpoint's folder; empty if there are none for it,
+        so that only the program's own load restores state. Raises RestoreFailed."""
         try:
-            found = extras_file.read(checkpoint, rank_of(self.role), dist.get_world_size())
-            values = extras_codec.decode(found) if found else {}
+            encoded = extras_file.read(checkpoint, rank_of(self.role), dist.get_world_size())
+            values = extras_codec.decode(encoded) if encoded else {}
         except (OSError, extras_file.ExtrasFileError, extras_codec.ExtrasError) as error:
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {error}") from error
         if values.get("identity") == self._identity:
@@ -357,7 +359,7 @@ class EpochEntry:
                 record.epoch,
                 self.generation,
                 self.boundary,
-                # The vault fails first, after a last attempt, and names the part that it lacks.
+                # The vault fails earlier, after a last attempt, and names the part that it lacks.
                 deadline_seconds=settings.restore_seconds + settings.connect_seconds,
                 interrupted=self._link.interrupt_fd,
             )
@@ -374,7 +376,7 @@ class EpochEntry:
             if (frozen := self.built.frozen) is not None:
                 frozen.restore(values.get("frozen", ""), self._waiting(record.epoch, "restore"))
         except extras_codec.ExtrasError as error:
-            # Damaged before it was sealed, so that all copies and their checksums agree.
+            # The extras were damaged before they were sealed, so all copies and checksums agree.
             raise RestoreFailed(part, str(error)) from error
         finally:
             restored.close()
@@ -394,27 +396,27 @@ class EpochEntry:
         """Compare memory and needs before the first slot is made; return warnings, one line each.
         Raises OutOfSpace with one line that names needs, limit and remedy."""
         needs = node_needs(self.protection.layout, self._link.place.members_per_node, self.settings)
-        # Other members of the node may have taken their part of it already.
+        # Other members of the node may have taken their share already, which the limits include.
         limits = memory.memory_limits(self._vault.directory, self.settings.memory_bytes)
-        if trouble := memory.problem(needs, limits):
-            raise OutOfSpace(trouble)
+        if problem := memory.problem(needs, limits):
+            raise OutOfSpace(problem)
         return memory.warnings(needs, limits, memory.memlock_bytes(), pinned=pinned)
 
     def _sizes(self) -> dict[str, Any]:
         if self.settings.elastic == "off":
             return {}
         place, framework, settings = self._link.place, self.built.framework, self.settings
-        found = framework.sizes(place.world_size, place.members_per_node)
-        whole = next((part.indivisible for part in framework.parts if part.indivisible), "")
-        found = found.fixed(fixed_by_scheme(settings.protection) or whole)
-        size = dist.get_world_size() // found.ranks_per_replica
+        sizes = framework.sizes(place.world_size, place.members_per_node)
+        reason = next((part.indivisible for part in framework.parts if part.indivisible), "")
+        sizes = sizes.fixed(fixed_by_scheme(settings.protection) or reason)
+        size = dist.get_world_size() // sizes.ranks_per_replica
         layout, per_node = self.protection.layout, place.members_per_node
 
         def needs_of(other: int) -> NodeNeeds:
-            return needs_at_size(layout, size, other, found.grid.cp, per_node, settings)
+            return needs_at_size(layout, size, other, sizes.grid.cp, per_node, settings)
 
         limits = memory.memory_limits(self._vault.directory, settings.memory_bytes)
-        return {"sizes": memory.affordable_sizes(found, needs_of, limits).to_dict()}
+        return {"sizes": memory.affordable_sizes(sizes, needs_of, limits).to_dict()}
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -432,7 +434,7 @@ class EpochEntry:
     def _renumber(self, role: int) -> bool:
         """Take ``role`` with the objects of another role of its class; False if they do not fit."""
         loop, rank = self.loop, rank_of(role)
-        # At another size the groups and the cut of the optimizer are others, whatever the rank.
+        # At another size the groups and the cut of the optimizer differ, whatever the rank.
         if first_role(role) != first_role(self.role) or not self.program.serves(loop, rank):
             return False
         try:
@@ -459,7 +461,7 @@ class EpochEntry:
         meaning = framework.meaning()
         cut = (part.signature() for part in framework.parts)
         self._identity = [__version__, *framework.versions, meaning, *cut]
-        # A renumbered model may have been warmed up: keep the extras of the new model.
+        # A renumbered model may have been warmed up: keep the extras from right after the build.
         self._pristine = self._pristine or self._capture(framework, frozen)
         layout = role_layout(
             self.role,
@@ -482,7 +484,7 @@ class EpochEntry:
             pinned=self._pinned,
         )
         before, after, audit = [protection.before_update], [protection.after_update], None
-        # With fewer model replicas than at the start none may be left to compare with.
+        # With fewer model replicas than at the start, no peer may be left to compare with.
         if settings.audit_interval and (len(framework.peers) > 1 or not first_role(self.role)):
             audit = framework.audit(
                 self._vault, settings.audit_interval, protection.await_committed, self.reports
@@ -510,9 +512,9 @@ class EpochEntry:
 def publish_template(
     template: templates.StateTemplate, settings: Settings, directory: Path
 ) -> None:
-    """Write ``template`` for the exporters of this node, and in the run directory for those of
-    other nodes, which may export at the end of the run: always if it has fewer roles then than at
-    the start. A thread writes the latter.
+    """Write ``template`` for the exporters of this node. A thread also writes it into the run
+    directory, for exporters of other nodes at the end of the run, if exports are on or the run has
+    another size than at its start.
 
     Raises OSError, and TemplateError if exports were requested and are impossible.
     """

@@ -1,4 +1,4 @@
-"""The way of one role through one epoch: iterations and segments, each protected in turn."""
+"""One role in one epoch: its iterations and segments, each protected in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _Result = TypeVar("_Result")
 
 
 class EpochRunner(StepRunner):
-    """See :class:`StepRunner`. ``checkpoints``: their folder if the program names none."""
+    """See :class:`StepRunner`. ``checkpoints``: the folder of checkpoints if the program names
+    none."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class EpochRunner(StepRunner):
             dist.all_reduce(torch.zeros(1, device=current_device()))
         self._communicators.finish_iteration()
         self.check()
-        if iteration != self._first_iteration:  # the first iteration pays for warming up
+        if iteration != self._first_iteration:  # the first iteration includes the warm-up
             self._own_time.end()
         if protection.is_due:
             protection.complete(self._entry.capture_extras())
@@ -101,7 +102,7 @@ class EpochRunner(StepRunner):
         run()
         self._communicators.finish_iteration()
         self.check()
-        if rank_of(self._reports.role) == 0:  # as all roles wait for each other
+        if rank_of(self._reports.role) == 0:  # one report is enough: roles wait for each other
             values = {"boundary": boundary, "seconds": time.monotonic() - began}
             self._reports.send_event(Kind.SEGMENT, self.generation.iteration, values)
         protection = self._entry.protection
@@ -110,7 +111,7 @@ class EpochRunner(StepRunner):
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:
-        """See :class:`StepRunner`. All roles write, the coordinator makes the result valid."""
+        """See :class:`StepRunner`. All roles write; then the coordinator makes the result valid."""
         self.segment("save", lambda: self._save(loop))
 
     def capture_extras(self) -> bytes:
@@ -122,15 +123,15 @@ class EpochRunner(StepRunner):
         the run falls back to the previous checkpoint. If a role cannot write its extras, the
         checkpoint does not count."""
         self.check()
-        lost = torch.zeros(1, device=current_device())
+        failures = torch.zeros(1, device=current_device())
         try:
             extras_file.write(directory, dist.get_rank(), dist.get_world_size(), extras)
         except OSError as error:
             text = f"the checkpoint {directory} does not count: its extras: {error}"
             self._reports.send_event(Kind.LOG, iteration, {"level": "warning", "text": text})
-            lost += 1
-        dist.all_reduce(lost)
-        if dist.get_rank() == 0 and not lost.item():
+            failures += 1
+        dist.all_reduce(failures)
+        if dist.get_rank() == 0 and not failures.item():
             place = str(directory.absolute())
             self._request_durable(iteration, place, place)
 
@@ -147,8 +148,9 @@ class EpochRunner(StepRunner):
     def _save(self, loop: SteppedLoop) -> None:
         """Collectively write a checkpoint; role 0 then waits until it counts.
 
-        It counts only if the epoch was still open when everything was written (rule 11). Raises
-        EpochClosed, or CommunicatorFault when the coordinator does not answer.
+        It counts only if the epoch was still open when all roles had written (rule 11 of
+        docs/design.md). Raises EpochClosed, or CommunicatorFault when the coordinator does not
+        answer.
         """
         iteration = self.generation.iteration
         base = self._entry.program.checkpoint_directory() or self._checkpoints
@@ -179,15 +181,15 @@ class EpochRunner(StepRunner):
     def _request_durable(self, iteration: int, temporary: str, final: str) -> None:
         self._reports.send("durable-request", iteration=iteration, temporary=temporary, final=final)
 
-    def _pause_if_requested(self, following: int) -> None:
+    def _pause_if_requested(self, next_iteration: int) -> None:
         """For a planned swap, stop at the announced boundary, protected, until the close, or until
         the coordinator has chosen a later boundary because a role had passed this boundary."""
-        if self._pause.may_start(following):
+        if self._pause.may_start(next_iteration):
             return
         self._entry.protection.await_committed()
         self._reports.send("paused", iteration=self.generation.iteration)
         self._reports.section = "paused"
-        self._reports.wait_until(lambda: self._pause.may_start(following))
+        self._reports.wait_until(lambda: self._pause.may_start(next_iteration))
 
     def _hash_state(self) -> None:
         interval, iteration = self._settings.hash_interval, self.generation.iteration

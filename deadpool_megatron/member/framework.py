@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 class StepCalls(NamedTuple):
     """Calls that a framework makes around each step of the outermost optimizer. Main thread.
 
-    ``gate``: at the entry, before anything of it. ``before`` and ``after``: around the update of
-    each inner optimizer, with its index; before it the gradients are what the update uses.
-    ``judge``: with each gradient norm of an update that was applied, where it is computed.
+    ``gate``: at the entry of the step, before its first operation. ``before`` and ``after``: around
+    the update of each inner optimizer, with its index; at ``before`` the gradients are those that
+    the update uses. ``judge``: with each gradient norm of an applied update, where the framework
+    computes it.
     """
 
     gate: Callable[[], None]
@@ -58,8 +59,8 @@ class StepCalls(NamedTuple):
 
 class ScheduleDifference(NamedTuple):
     """A difference between the schedule of a restored state and that of the command line.
-    ``override_flag``: with it the schedule of the command line counts; ``is_overridden``: whether
-    it was given."""
+    ``override_flag``: the flag with which the schedule of the command line counts;
+    ``is_overridden``: whether that flag was given."""
 
     text: str
     override_flag: str
@@ -71,7 +72,7 @@ class UpdateAudit(ABC):
 
     @abstractmethod
     def announce(self, iteration: int, previous: Generation, every: int) -> None:
-        """Name the iteration about to come, and the generation whose state it begins from; each
+        """Name the coming iteration, and the generation from whose state it starts; each
         ``every``-th generation is captured."""
 
     @abstractmethod
@@ -89,11 +90,12 @@ class Framework(ABC):
     ``parts``: the live tensors of the optimizers' state, one part for each inner optimizer.
     ``peers``: the roles of the data-parallel group, with this role. ``slots``: the count of slots
     that a role needs in addition to the lag: 2 if a collective over all roles lies between the gate
-    and the first overwrite of an iteration, else 3 (:mod:`.protection`). ``versions``: those of the
-    software that gives the extras their meaning.
+    and the first overwrite of an iteration, else 3 (:mod:`.protection`). ``versions``: the versions
+    of the software that gives the extras their meaning.
 
-    An implementation takes the state of a loop when it is made, and raises UnsupportedState where
-    it does not know all of it: restoring less would train on, with other numbers.
+    The constructor of an implementation takes over the state of a loop, and raises UnsupportedState
+    if it does not know all of that state: after a restore of less, training would continue with
+    other numbers.
     """
 
     parts: list[Part]
@@ -103,17 +105,18 @@ class Framework(ABC):
 
     @abstractmethod
     def meaning(self) -> str:
-        """Return which role of which model this is: equal means interchangeable bytes of parts with
-        equal signatures."""
+        """Return a text that names the role and its model: where the text is equal, the bytes of
+        parts with equal signatures are interchangeable."""
 
     @abstractmethod
     def install(self, calls: StepCalls) -> None:
-        """Have the optimizers call ``calls`` from now on. Once."""
+        """Have the optimizers make ``calls`` from now on. Called once."""
 
     @abstractmethod
     def capture(self) -> dict[str, Any]:
-        """Return the extras: everything an iteration changes that is in no part, as values of
-        :mod:`deadpool_megatron.state.extras`. Values are copies, or encoded before they change."""
+        """Return the extras: all state that an iteration changes and no part holds, as values of
+        :mod:`deadpool_megatron.state.extras`. Values that are no copies must be encoded before they
+        change."""
 
     @abstractmethod
     def restore(self, values: dict[str, Any]) -> None:
@@ -122,16 +125,16 @@ class Framework(ABC):
 
     @abstractmethod
     def restore_last(self, values: dict[str, Any]) -> None:
-        """Restore random states, which the rebuilding of iterators may change."""
+        """Restore random states, after iterators were rebuilt, which may change them."""
 
     @abstractmethod
     def readopt(self) -> None:
-        """Move tensors that the load of a checkpoint has replaced back into the parts. Values do
-        not change."""
+        """Move tensors that the load of a checkpoint has replaced back into the parts. Their values
+        do not change."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the model its own memory again, as another framework object takes it over."""
+        """Give the model its own memory again, since another framework object takes it over."""
 
     @abstractmethod
     def synchronise(self) -> None:
@@ -147,13 +150,14 @@ class Framework(ABC):
 
     @abstractmethod
     def entry_digests(self) -> dict[str, str]:
-        """Return entry -> short digest, of all state but weights and optimizer state."""
+        """Return name -> short digest of each entry of the state, except weights and optimizer
+        state."""
 
     # Methods with a default, as not every framework has these features.
 
     def restore_passing(self, values: dict[str, Any]) -> None:
-        """Restore the state that a forward and backward pass changes, without gradients. The
-        program has loaded a checkpoint with the rest."""
+        """Restore the state, except gradients, that a forward and backward pass changes. The
+        program has loaded all other state from a checkpoint."""
         self.restore_last(values)
 
     def schedule_difference(self, values: dict[str, Any]) -> ScheduleDifference | None:
@@ -169,15 +173,16 @@ class Framework(ABC):
         return Sizes(1, (world_size,), "the program does not report other numbers")
 
     def template(self, layout: RoleLayout) -> StateTemplate:
-        """Return the recipe for exports of this role; a refused recipe if there are none."""
+        """Return the template for exports of this role; with a refusal if exports are
+        impossible."""
         refusal = "the program does not say what its checkpoints hold"
         return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
 
     def audit(
         self, vault: VaultClient, interval: int, wait: Callable[[], None], reports: RoleReports
     ) -> UpdateAudit:
-        """Return the audit of this role in every ``interval`` iterations. ``wait`` returns once the
-        newest generation is committed. Raises UnsupportedState."""
+        """Return the audit of this role, once in ``interval`` iterations. ``wait`` returns as soon
+        as the newest generation is committed. Raises UnsupportedState."""
         raise UnsupportedState(
             "--deadpool-audit-interval: updates of this framework cannot be audited; leave it out"
         )

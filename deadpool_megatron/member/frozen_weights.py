@@ -1,9 +1,9 @@
 """Frozen weights too large for the extras: protected once, by a file in the run directory.
 
 No iteration changes them, so each generation only names the file
-(:mod:`deadpool_megatron.state.frozen_file`), which a process reads that takes the role. Changes are
-found by the versions that torch counts of tensors, and by a fingerprint at each restore: a program
-that changes them could not be restored exactly, and ends.
+(:mod:`deadpool_megatron.state.frozen_file`), which a process reads when it takes the role. The
+version counters of torch's tensors, and a fingerprint at each restore, show changes: a program that
+changes frozen weights could not be restored exactly, so it ends.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deadpool_megatron.state.optimizer_state import UnsupportedState
 from deadpool_megatron.state.parts import fingerprint
 from deadpool_megatron.vault.errors import OutOfSpace
 
-#: limit for a role; up to it frozen weights are copied and sent with each generation, above it they
-#: are written once
+#: limit for a role: up to this size frozen weights are copied and sent with each generation, above
+#: it they are written once
 MAX_FROZEN_BYTES = 64 << 20
 
 
@@ -41,9 +41,10 @@ class FrozenWeights:
         self._fingerprint: list[int] = []
 
     def name(self) -> str:
-        """Return the name of the file that holds them, for the extras; empty before :meth:`write`.
+        """Return the name of the file that holds the weights, for the extras; empty before
+        :meth:`write`.
 
-        Raises UnsupportedState if they have changed.
+        Raises UnsupportedState if the weights have changed.
         """
         if self._name and self._version != self._count_versions():
             self._refuse_changes()
@@ -54,10 +55,10 @@ class FrozenWeights:
         self._name = ""
 
     def write(self, wait: frozen_file.Wait) -> None:
-        """Write them to a file before a generation names it.
+        """Write the weights to a file before a generation names it.
 
-        Raises what ``wait`` does, OutOfSpace where they cannot be written, and UnsupportedState if
-        they have changed.
+        Raises the errors of ``wait``, OutOfSpace where the weights cannot be written, and
+        UnsupportedState if they have changed.
         """
         started = time.monotonic()
         name = self.name() or frozen_file.name_of(self._weights, wait)
@@ -69,14 +70,15 @@ class FrozenWeights:
                 f" {self._folder}: {error.strerror or error}; make room there, or give a --run-dir"
                 " on other storage"
             ) from error
-        self._know(name)
+        self._remember(name)
         seconds = time.monotonic() - started
         print(f"frozen weights are in {self._folder / name} after {seconds:.1f} s", flush=True)
 
     def restore(self, name: str, wait: frozen_file.Wait) -> None:
         """Read the weights from file ``name``, unless the process has them.
 
-        Raises FrozenFileError, as ``wait`` does, and UnsupportedState if they have changed here.
+        Raises FrozenFileError, the errors of ``wait``, and UnsupportedState if the weights have
+        changed in this process.
         """
         if not name:
             raise frozen_file.FrozenFileError("the state was captured without its frozen weights")
@@ -85,9 +87,9 @@ class FrozenWeights:
         else:
             self._name = ""
             frozen_file.read(self._folder, name, self._weights, wait)
-            self._know(name)
+            self._remember(name)
 
-    def _know(self, name: str) -> None:
+    def _remember(self, name: str) -> None:
         self._name = name
         self._version = self._count_versions()
         self._fingerprint = self._sums()

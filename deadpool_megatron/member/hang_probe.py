@@ -1,4 +1,4 @@
-"""The groups for which a member waits that makes no progress: evidence for heartbeats."""
+"""Evidence for heartbeats: the groups for which a stalled member waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from deadpool_megatron.comms import Communicators
 
-# The time without progress before the recorder is asked, and the interval from then on.
+# The time without progress before the flight recorder is read, and the interval from then on.
 _STALLED_SECONDS = 1.0
 
 
@@ -23,11 +23,12 @@ class HangProbe:
         self._evidence: dict[str, Any] = {}
 
     def evidence(self, communicators: Communicators) -> Mapping[str, Any]:
-        """Return more fields of a heartbeat; empty while the process makes progress.
+        """Return additional fields of a heartbeat; empty while the process makes progress.
 
         ``begun``: for each group in which the host itself waits, the counts of collectives and of
         messages that it has begun. ``device``: for each group whose operations run on a device, the
-        numbers of those enqueued, started and completed, and whether they are collectives.
+        numbers of the enqueued, started and completed operations, and whether all operations are
+        collectives.
         """
         progress, now = communicators.progress(), self._now()
         if progress != self._progress:
@@ -40,7 +41,8 @@ class HangProbe:
             ]
             self._evidence = {**self._evidence, "begun": begun}
             found = None
-            # The recorder of another version gives no evidence; the heartbeat is sent without it.
+            # The recorder of another version of torch gives no evidence, which the heartbeat then
+            # lacks.
             with contextlib.suppress(ValueError, AttributeError, RuntimeError):
                 communicators.report_faults()
                 found = communicators.positions()

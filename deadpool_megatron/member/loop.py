@@ -1,4 +1,4 @@
-"""The loop of one role, which a training program provides, and how loops are made."""
+"""The loop of one role, and the maker of such loops: both are provided by a training program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class StepRunner(Protocol):
-    """Runner of the iterations and segments of a loop in an open epoch, under protection.
+    """The runner of the iterations and segments of a loop in an open epoch, under protection.
 
     All methods raise EpochClosed when the epoch is closed. Main thread only.
     """
@@ -42,7 +42,7 @@ class StepRunner(Protocol):
         """Run segment ``save`` through the loop's ``save_checkpoint`` and the coordinator."""
 
     def capture_extras(self) -> bytes:
-        """Return the current extras, for a checkpoint that is complete later."""
+        """Return the current extras, for a checkpoint that is completed later."""
 
     def count_as_durable(self, directory: Path, iteration: int, extras: bytes) -> None:
         """Make a checkpoint that the loop has written itself the fall-back of the run.
@@ -59,7 +59,7 @@ class ProtectedLoop(ABC):
     """A training loop whose state can be captured and restored between any two segments.
 
     ``counters`` holds at least ``iteration`` (finished iterations) and every other whole number an
-    iteration changes; ``log_sums`` running sums of logged values. All state that is neither a
+    iteration changes; ``log_sums`` holds running sums of logged values. All state that is neither a
     tensor of model or optimizer, nor the scheduler, nor a random state must be in these two, or in
     :meth:`extra_state`.
     """
@@ -77,12 +77,12 @@ class ProtectedLoop(ABC):
 
     @abstractmethod
     def train(self, runner: StepRunner) -> None:
-        """Train from where the restored state is to the end, through ``runner``. Left by an
-        exception at every interrupt, and called again after the restore."""
+        """Train from the restored state to the end, through ``runner``. An exception ends this call
+        at every interrupt; it is made again after the restore."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """About one iteration without peers, whose results are thrown away."""
+        """Run about one iteration without peers; its results are discarded."""
 
     @abstractmethod
     def reset_after_interrupt(self) -> None:
@@ -90,27 +90,29 @@ class ProtectedLoop(ABC):
 
     @abstractmethod
     def load_checkpoint(self, directory: Path) -> None:
-        """Collectively read one into the live objects."""
+        """Collectively read a checkpoint into the live objects."""
 
     @abstractmethod
     def stage_class(self) -> str:
-        """Equal for roles whose model parts have equal shapes."""
+        """Return a text that is equal for roles whose model parts have equal shapes."""
 
     @abstractmethod
     def state_hash(self) -> str:
-        """sha256 over parameters, optimizer state, random states, scheduler and counters."""
+        """Return the sha256 of parameters, optimizer state, random states, scheduler and
+        counters."""
 
     def extra_state(self) -> dict[str, Any]:
-        """More that travels with a generation, by name: JSON values, bytes and tensors."""
+        """Return additional state of a generation, by name: JSON values, bytes and tensors."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 (many have nothing)
+    def close(self) -> None:  # noqa: B027 (many loops have none to release)
         """Release the model and all that must not wait for the garbage collector; the loop is not
         used again."""
 
     def restore_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`extra_state`. Not called at the start of a run, unless it starts from a
-        checkpoint: before each load of a checkpoint it gets the values after the build."""
+        """Restore the values of :meth:`extra_state`. At the start of a run this is called only if
+        the run starts from a checkpoint: before each load of a checkpoint it gets the values from
+        right after the build."""
         if values:
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
 
@@ -121,11 +123,11 @@ class SteppedLoop(ProtectedLoop):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """True when the last iteration is finished."""
+        """Return whether the last iteration is finished."""
 
     @abstractmethod
     def train_step(self) -> None:
-        """Exactly one iteration, optimizer and scheduler step included."""
+        """Train exactly one iteration, optimizer and scheduler step included."""
 
     @abstractmethod
     def segments_after(self, iteration: int) -> tuple[str, ...]:
@@ -133,14 +135,14 @@ class SteppedLoop(ProtectedLoop):
 
     @abstractmethod
     def run_segment(self, name: str) -> None:
-        """Run ``evaluation`` (``save`` is done by the session through save_checkpoint)."""
+        """Run ``evaluation``. (The session runs ``save``, by :meth:`save_checkpoint`.)"""
 
     @abstractmethod
     def save_checkpoint(self, directory: Path) -> None:
         """Collectively write a standard checkpoint into ``directory``."""
 
     def train(self, runner: StepRunner) -> None:
-        """Iterations and segments in turn; see :class:`ProtectedLoop`."""
+        """Run iterations and segments in turn; see :class:`ProtectedLoop`."""
         if self.counters["iteration"]:
             self._run_segments(runner)
         while not self.done:
@@ -148,7 +150,7 @@ class SteppedLoop(ProtectedLoop):
             self._run_segments(runner)
 
     def warm_up(self) -> None:
-        """One iteration; see :class:`ProtectedLoop`."""
+        """Run one iteration; see :class:`ProtectedLoop`."""
         self.train_step()
 
     def _run_segments(self, runner: StepRunner) -> None:
@@ -160,15 +162,15 @@ class SteppedLoop(ProtectedLoop):
 
 
 class Program(ABC):
-    """Maker of the loop, again and again, for the role that the environment names."""
+    """The maker of loops, each for the role that the environment names at that time."""
 
     @abstractmethod
     def make_groups(self) -> None:
-        """``init_process_group`` and all groups, for RANK and WORLD_SIZE as they are now."""
+        """Call ``init_process_group``, and make all groups for the present RANK and WORLD_SIZE."""
 
     @abstractmethod
     def make_loop(self, emit: Emit) -> ProtectedLoop:
-        """Model, optimizer, scheduler and data in the groups just made."""
+        """Make a loop: model, optimizer, scheduler and data, in the groups that were just made."""
 
     @abstractmethod
     def framework(self, loop: ProtectedLoop) -> Framework:
@@ -179,21 +181,22 @@ class Program(ABC):
         """Undo :meth:`make_groups`, so that another role can be taken in the same process."""
 
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
-        """Return whether the model of ``loop``, built for another role, serves ``role`` as it
-        is."""
+        """Return whether the model of ``loop``, built for another role, serves ``role``
+        unchanged."""
         return False
 
     def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
-        """The loop of the role that RANK names now, on the model of ``loop``, which :meth:`serves`.
+        """Return a loop for the role that RANK names now, on the model of ``loop``, which serves
+        that role (:meth:`serves`).
 
-        The group objects are those of that role already; functions that make groups answer them
-        when they are called again, in the same order.
+        The group objects belong to that role already: functions that make groups return them when
+        they are called again, in the same order.
         """
         raise RuntimeError("a program whose loops serve other roles has to say how")
 
     def provisional_role(self, wanted: int, world_size: int) -> int:
-        """The role that a spare builds for while it waits, where ``wanted`` is suggested, in a run
-        of ``world_size`` roles."""
+        """Return the role for which a spare builds while it waits, in a run of ``world_size``
+        roles; ``wanted`` is the suggested role."""
         return wanted
 
     def checkpoint_directory(self) -> Path | None:
@@ -201,10 +204,11 @@ class Program(ABC):
         return None
 
     def loaded_checkpoint(self, iteration: int) -> Path | None:
-        """Return the checkpoint that the loop has begun with, after ``iteration``, if a run can
-        fall back to it."""
+        """Return the checkpoint of ``iteration`` from which the loop has started, if a run can fall
+        back to it."""
         return None
 
     def spares_may_build(self) -> bool:
-        """False while the active roles still make files that a build without peers needs."""
+        """Return False while the active roles still make files that a build without peers
+        needs."""
         return True

@@ -1,7 +1,7 @@
 """The device of a member and its communicator, chosen before anything uses a device.
 
-Code that asks for "the current device" afterwards gets the member's own. Before that it would get
-the first device, in all members of a node.
+Code that asks for "the current device" after the choice gets the member's own. Before the choice it
+would get the first device, in all members of a node.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def select_device(communicator: str, local_rank: int) -> str:
 
 
 def _select_gpu() -> str:
-    """Return torch's reason why there is no GPU for this member; empty once it is current."""
+    """Make the GPU of this member the current device. Return torch's reason if there is none."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(0)

@@ -1,4 +1,4 @@
-"""The time for which a role works for an iteration without waiting for others, for heartbeats."""
+"""The time that a role works on an iteration without waiting for other roles, for heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _MAX_SHARE = 1e-3
 
 
 class OwnTimeMeter(ABC):
-    """Meter of the time that a role needs by itself. Main thread; any may read ``sample``."""
+    """A meter of the time that a role needs by itself. For the main thread; any thread may read
+    ``sample``."""
 
     def __init__(self) -> None:
         # (measured iterations, their seconds in total) since the epoch began.

@@ -12,7 +12,7 @@ from deadpool_megatron.state.parts import fingerprint
 
 
 class PeerMismatch(RuntimeError):
-    """Peers that must hold equal bytes after a restore do not; the message names their roles."""
+    """Peers that must hold equal bytes hold different bytes; the message names their roles."""
 
 
 def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subject: str) -> None:
@@ -22,17 +22,17 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subj
     device = tensors[0].device if tensors else current_device()
     own = fingerprint(tensors, device)
     found = gather_by_role(own, group)
-    odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
-    if odd:
-        raise PeerMismatch(f"{subject} of roles {odd} differ from role {dist.get_rank()}")
+    bad = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
+    if bad:
+        raise PeerMismatch(f"{subject} of roles {bad} differ from role {dist.get_rank()}")
 
 
 def gather_by_role(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
     """Gather the tensor ``own`` of each role of ``group``, on the host. Collective."""
     roles = dist.get_process_group_ranks(group)
-    seen = [torch.empty_like(own) for _ in roles]
-    dist.all_gather(seen, own, group=group)
-    return dict(zip(roles, torch.stack(seen).cpu(), strict=True))
+    tensors = [torch.empty_like(own) for _ in roles]
+    dist.all_gather(tensors, own, group=group)
+    return dict(zip(roles, torch.stack(tensors).cpu(), strict=True))
 
 
 def current_device() -> torch.device:

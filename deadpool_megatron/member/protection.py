@@ -1,13 +1,13 @@
 """Generations on the training side: start the copy, seal it in a helper thread, gate the update.
 
-One iteration, as this module sees it (design, section 4)::
+One iteration, as this module handles it (docs/design.md, "One iteration")::
 
     gate()             entry of the outermost optimizer.step: the generation that the next slot
                        write must not outrun is committed
     before_update(i)   right before inner update i: the running copy has left the shard
     after_update(i)    after inner update i: its copy into the idle slot starts
-    complete(k)        the iteration is over: extras are captured, the rest of the copies started,
-                       and a helper thread hands the slot to the vault when the bytes have arrived
+    complete(k)        the iteration is over: extras are captured, the remaining copies start, and a
+                       helper thread hands the slot to the vault when the bytes have arrived
 
 The vault seals, checks, ships and commits. Nothing here touches the network.
 
@@ -17,7 +17,8 @@ wait for no commit. They still have the fence before each update, since the copy
 generation may still read the shard, and an update after a close must not happen (rule 11). Slots
 and lag count due generations. Let p be a due iteration, p-n and p-2n the due iterations before it.
 The slot for p is taken after the gate of p, right before the first inner update; where an update
-is skipped, at the first byte. The gate's argument (design, section 4) holds for every n:
+is skipped, at the first byte. The argument for the gate (docs/design.md, "Slots and the gate")
+holds for every n:
 
 * 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role.
   Before any role overwrites anything in iteration p, the collective of that iteration has proved
@@ -30,8 +31,8 @@ is skipped, at the first byte. The gate's argument (design, section 4) holds for
   too, the host has waited when it takes the slot. Each of them came after that role's gate of p-n,
   which had waited for p-2n: all roles have committed p-2n.
 
-The first gate of an epoch waits in whatever iteration it comes: until then the generation that the
-epoch has begun with may be in memory once only.
+The first gate of an epoch waits even in an iteration that is not due: until then the generation
+from which the epoch started may exist only once in memory.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Job:
 
 
 class Protection:
-    """Main-thread object of one role in one process; see the module text.
+    """The protection of one role in one process, for the main thread; see the module text.
 
     ``closed_epoch`` returns the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
     ``report_wait(generation, seconds, over)`` reports long waits. All waits end by EpochClosed on
@@ -190,7 +191,7 @@ class Protection:
     def end(self) -> None:
         """Wait until the last generation of the run is committed."""
         self.await_committed()
-        self._vault.ended()
+        self._vault.report_end()
 
     def fence(self) -> None:
         """Before an inner update: no copy may still read the shard, the epoch must be open."""
@@ -205,7 +206,7 @@ class Protection:
         self.fence()
         if self._epoch and self.is_due:
             self._open_slot()
-        if index in self._copies:  # an earlier update of this iteration, which is copied again
+        if index in self._copies:  # the copy of an earlier update of this iteration: copy again
             self._await("the copy of an update into its slot", self._copies[index].wait)
             del self._copies[index]
 
@@ -220,8 +221,8 @@ class Protection:
         """End the due iteration that was announced last, with its encoded ``extras``.
 
         ``boundary``: the last segment that the state includes. Starts the copies that no update has
-        started (a skipped update changes nothing, but its generation is sealed like any other) and
-        returns without waiting for any.
+        started (a skipped update changes no state, but its generation is sealed like any other) and
+        returns without waiting for a copy.
         """
         self._check_extras_fit(extras, boundary)
         # Waits only if an iteration passed without a gate: there is one job at a time.
@@ -255,14 +256,14 @@ class Protection:
     def announce(self, generation: Generation, *, first: bool = False) -> None:
         """Name the generation that the coming updates make; the ``first`` of a lineage is due.
 
-        Whether another is due follows from the iteration alone, so all roles agree.
+        Whether another generation is due follows from the iteration alone, so all roles agree.
         """
         self._upcoming, self.is_gated = generation, False
         self.is_due = first or is_due(generation.iteration, self._every)
 
     def holds(self, generation: Generation) -> bool:
-        """Return whether ``generation`` is the newest that was handed over or restored, so that
-        segments can be appended to it."""
+        """Return whether ``generation`` is the newest generation that was completed or restored, so
+        that segments can be appended to it."""
         return generation == self._newest_due
 
     def restore(self, restored: RestoredParts) -> None:
@@ -319,7 +320,7 @@ class Protection:
         """Return the slot of the announced generation, taken after the gate and after the device
         has reached the collective of all roles: see the module text."""
         if self._writer is None:
-            # The time that a peer may take; a hang is found, and the epoch closed, before that.
+            # A peer may take that long. A hang is found, and the epoch is closed, earlier.
             limit = self._settings.first_step_seconds
             self._wait("an answer of every role", self._platform.catch_up, limit)
             if self._interrupted():  # an abort releases the device, too
@@ -338,7 +339,7 @@ class Protection:
 
         The vault freezes its slots before the member receives the close. A vault that has just
         restarted freezes them as well, until its agent has sent it the open epoch. Retry as long as
-        peers wait; after that it is a fault of the vault (VaultError).
+        peers would wait; after that the vault is at fault (VaultError).
         """
         settings, started, waited = self._settings, time.monotonic(), 0.0
         limit, report_at = settings.operation_timeout_seconds, settings.gate_report_seconds
@@ -353,7 +354,7 @@ class Protection:
                     raise VaultError(
                         f"{operation}: frozen for {limit:g} s, though epoch {self._epoch} is open"
                     ) from error
-                if waited > report_at:  # otherwise it would look like a hang of this role
+                if waited > report_at:  # without a report, this would look like a hang of this role
                     self._report_wait(self._upcoming, waited, False)
                     report_at = waited + settings.gate_report_seconds
             else:
@@ -372,7 +373,8 @@ class Protection:
             )
 
     def _await_sealer(self) -> None:
-        """Wait until the slot of the last generation is handed over. Raises as all waits do."""
+        """Wait until the slot of the last generation was handed over. Raises EpochClosed or
+        ProtectionError."""
         self._await("the copy of a generation into its slot", self._idle.wait)
         if self._failure is not None:
             if self._interrupted():
@@ -380,8 +382,8 @@ class Protection:
             raise ProtectionError(self._failure)
 
     def _await(self, operation: str, wait: Callable[[float], bool]) -> None:
-        """Call ``wait`` (seconds -> done) until it is done, and count the time as a stall. Raises
-        as all waits do."""
+        """Call ``wait`` (seconds -> done) until it returns True, and count the time as a stall.
+        Raises EpochClosed or ProtectionError."""
         started = time.monotonic()
         self._wait(operation, wait, self._settings.operation_timeout_seconds)
         self._count_stall(self._handed_over, time.monotonic() - started)
@@ -405,7 +407,7 @@ class Protection:
             try:
                 self._seal(job)
             except Exception as error:
-                # The main thread raises it at its next gate; nothing was sealed.
+                # The main thread raises this error at its next wait; no part was sealed.
                 self._failure = f"generation {job.writer.generation} was not handed over: {error}"
             finally:
                 self._idle.set()

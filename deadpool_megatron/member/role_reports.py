@@ -1,4 +1,4 @@
-"""Reports of a member that holds a role: phases, events, waits. None after an interrupt."""
+"""Reports of a member that holds a role: phases, events, waits. After an interrupt none is sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RoleReports:
         except EpochClosed:
             if self.section != "adopt":
                 raise
-            return  # built without peers, the role has nothing to leave and continues building
+            return  # a role that is built without peers has no epoch to leave: continue building
         values = dict(data)
         iteration = values.pop("iteration", None)
         if kind == Kind.LOG:
@@ -69,7 +69,7 @@ class RoleReports:
             print(values["text"], flush=True)
             self.send_event(Kind.LOG, iteration, values)
             return
-        if kind == Kind.TRAINING:  # each process that takes the role repeats it
+        if kind == Kind.TRAINING:  # each process that takes the role repeats this event
             self.send_event(Kind.TRAINING, None, values)
             return
         found = not_finite(values) if kind == Kind.STEP else None
@@ -80,7 +80,8 @@ class RoleReports:
         self.send_event(Kind(kind), iteration, values)
 
     def require_finite(self, number: str, value: float) -> None:
-        """Report a ``value`` that is not finite, and block: training must not continue with it."""
+        """Report a ``value`` that is not finite, and block: training must not continue with it.
+        ``number`` names the value."""
         if math.isfinite(value) or self.record is None or self._settings.nonfinite == "ignore":
             return
         facts = {"iteration": self.iteration, "number": number, "value": str(value)}
@@ -91,7 +92,7 @@ class RoleReports:
         """Wait until the coordinator has decided about a report. No peer can finish the next update
         without this role, so the generation before this update stays in memory.
 
-        Ends by what ``check`` raises. Raises RuntimeError when no decision comes.
+        Raises the exceptions of ``check``, and RuntimeError when no decision comes in time.
         """
         self.section = "stopped"
         seconds = self._settings.operation_timeout_seconds
@@ -107,7 +108,7 @@ class RoleReports:
         self._check(self.record.epoch)
 
     def wait_until(self, done: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Poll until ``done()``; False after ``seconds``. Raises what ``check`` raises."""
+        """Poll until ``done()``; False after ``seconds``. Raises the exceptions of ``check``."""
         limit = time.monotonic() + seconds
         while not done():
             self.check()
@@ -123,7 +124,8 @@ class RoleReports:
         self._link.send_event(Event(kind, *place, data=data))
 
     def report_wait(self, generation: Generation, seconds: float, over: bool) -> None:
-        """Report a wait for the protection of ``generation``, while it lasts and at its end.
+        """Report a wait for the protection of ``generation``, while the wait lasts and at its end
+        (``over``).
 
         Meanwhile the role is in section "gate", so that the delay is not counted as its own.
         """

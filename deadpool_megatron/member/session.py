@@ -1,19 +1,20 @@
 """One process of a protected run: takes roles, trains, leaves closed epochs, takes roles again.
 
 A training program calls ``Session.join().run(program)`` and never sees a failure. The same process
-may wait as a spare, adopt a role, lose its peers many times and finish; all take the same path::
+may wait as a spare, adopt a role, lose its peers many times and finish. Each epoch is::
 
     record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
                                   yes: adopt, rebuild, restore, sync, verify -> train -> done
     epoch closed      -> leave: drain, forget operations in flight, report it, wait for a record
 
-The exceptions that end an epoch for this process, and how a failure of its own is recognised:
+These exceptions end an epoch for this process:
 
-* EpochClosed: a peer failed. The close is known already, or it is on its way.
-* a failed communication, vault or restore: reported; the coordinator closes the epoch.
-* any other exception: reported at once. After a close, or half a second before a close, it counts
-  as a consequence (rule 11): a peer died in the middle of an operation, or an aborted operation
-  left junk. When no close comes it is the program's own and ends the process, with its traceback.
+* EpochClosed: a peer failed. The close is known already, or will be known soon.
+* A failed communication, vault or restore is reported; the coordinator closes the epoch.
+* Any other exception is reported at once. After a close, or half a second before a close, it counts
+  as a consequence of the close: a peer died in the middle of an operation, or an aborted operation
+  left junk. Without a close it is a failure of the program, and ends the process with its
+  traceback.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from deadpool_megatron.vault.errors import CutRefused, OutOfSpace, VaultError
 from deadpool_megatron.wire.framing import readable
 
 _POLL_SECONDS = 0.05
-# Spent twice, and the report has to reach the agent in time.
+# The share of close_seconds that is spent on communication, and then on the device, in leaving an
+# epoch with NCCL. The report still has to reach the agent in time.
 _NCCL_SHARE = 0.45
 
 
@@ -90,7 +92,7 @@ class Session:
         self._reports = RoleReports(link, self._check)
         self._entry: EpochEntry | None = None
         # Guards which thread answers a close: the watcher for a member outside of an epoch, else
-        # the main thread. It is held during an answer, so that none overtakes a newer answer.
+        # the main thread. It is held during an answer, so that no answer overtakes an older answer.
         self._engagement = threading.Lock()
         self._engaged_epoch = 0
         self._drained_epoch = 0
@@ -104,7 +106,7 @@ class Session:
 
     @staticmethod
     def join() -> Session:
-        """Return the session of this process, from the environment that its agent made.
+        """Return the session of this process, from the environment that its agent has set.
 
         Raises RuntimeError outside of ``deadpool run`` or ``deadpool agent``.
         """
@@ -139,7 +141,7 @@ class Session:
     # The main thread, epoch by epoch.
 
     @property
-    def _built(self) -> EpochEntry:
+    def _live_entry(self) -> EpochEntry:
         assert self._entry is not None
         return self._entry
 
@@ -156,8 +158,8 @@ class Session:
                     self._take_seat(record, role)
                 except SystemExit as stop:
                     if rank_of(role) and stop.code in (None, 0):
-                        # All roles end so. The reason is in the log of role 0, which must be the
-                        # first to end.
+                        # All roles end in this way. The reason is in the log of role 0, which must
+                        # be the first to end.
                         self._ends_within(record.epoch, self._settings.close_seconds)
                     raise
             record = self._link.wait_record(record.epoch)
@@ -165,10 +167,10 @@ class Session:
     def _wait_as_spare(self, record: EpochRecord) -> None:
         """Build in a provisional role without peers, and wait for a role.
 
-        The model is built once and kept over epochs with this number of model replicas, so that it
-        is ready when needed.
+        The model is built once and kept over all epochs with the same number of model replicas, so
+        that it is ready when it is needed.
         """
-        reports, entry = self._reports, self._built
+        reports, entry = self._reports, self._live_entry
         reports.record = None
         first = first_role(min(record.seats))
         if not entry.is_built or first_role(entry.role) != first:
@@ -195,7 +197,7 @@ class Session:
     def _await_turn(self, record: EpochRecord) -> bool:
         """Wait until the program lets spares build; False if the epoch ends before that."""
         self._reports.section = "parked"
-        while not self._built.program.spares_may_build():
+        while not self._live_entry.program.spares_may_build():
             if self._ends_within(record.epoch, _POLL_SECONDS):
                 if self._link.stopped:
                     raise StopOrder("the run is over")
@@ -207,7 +209,7 @@ class Session:
         reports = self._reports
         reports.record, reports.role = record, role
         # While a new process builds, the watcher answers a close: there is nothing to leave yet.
-        self._stage("adopt", self._built.adopt, record, role)
+        self._stage("adopt", self._live_entry.adopt, record, role)
         if not self._engage(record.epoch):
             reports.section = "parked"
             return
@@ -217,14 +219,15 @@ class Session:
             if isinstance(error, StopOrder):
                 raise
             self._await_close(record.epoch, error)
-            ended: BaseException = error
-        self._leave(record.epoch, ended)
+            failure: BaseException = error
+        self._leave(record.epoch, failure)
 
     def _stage(
         self, phase: str, run: Callable[[EpochRecord, int], None], record: EpochRecord, role: int
     ) -> None:
-        """Run one stage of a recovery. An exception skips the stages after it: EpochClosed when the
-        epoch is closed meanwhile, or a failure that is reported and leads to a close."""
+        """Run one stage of a recovery, and report its time. An exception skips the later stages:
+        EpochClosed when the epoch is closed meanwhile, or a failure whose report leads to a
+        close."""
         self._reports.section = phase
         failpoints.set_context(epoch=record.epoch, role=role, section=phase)
         failpoints.hit(f"recovery.{phase}")
@@ -255,7 +258,7 @@ class Session:
 
     def _run_epoch(self, record: EpochRecord, role: int) -> NoReturn:
         """Enter the epoch in ``role`` and train in it; ends by an exception."""
-        entry = self._built
+        entry = self._live_entry
         for phase, stage in (
             ("rebuild", entry.rebuild),
             ("restore", entry.restore),
@@ -296,7 +299,7 @@ class Session:
                 self._reports.send(
                     "restore-failed", part=part, text=str(error), other_program=other
                 )
-            elif isinstance(error, CutRefused):  # its process stays, and may train at another size
+            elif isinstance(error, CutRefused):  # this process stays: it may train at another size
                 self._reports.send("size-failed", text=str(error))
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
@@ -306,7 +309,7 @@ class Session:
                 bad = isinstance(error, OutOfSpace)
                 sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
             elif isinstance(error, TemplateError | UnsupportedState):
-                raise error  # no close has caused that this program cannot be protected
+                raise error  # the program cannot be protected, which is no consequence of a close
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):
@@ -316,7 +319,7 @@ class Session:
             else:
                 self._reports.send("raised", text=_error_text(error).partition("\n")[0])
                 if not self._ends_within(epoch, GRACE_SECONDS):
-                    raise error  # otherwise it was the first sign of a peer's death
+                    raise error  # with a close, the error was the first sign of a peer's death
         with contextlib.suppress(EpochClosed):
             self._wait_closed(epoch)
         if not isinstance(error, EpochClosed):
@@ -325,7 +328,7 @@ class Session:
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and wait: a late failure may need this role again."""
-        loop = self._built.loop
+        loop = self._live_entry.loop
         failpoints.hit("finish")
         state_hash = loop.state_hash()
         self._check(record.epoch)
@@ -337,31 +340,32 @@ class Session:
             early=loop.early,
             unsaved=loop.unsaved,
             extra={
-                "stall_seconds": self._built.protection.stall_seconds,
-                "entries": self._built.built.framework.entry_digests(),
+                "stall_seconds": self._live_entry.protection.stall_seconds,
+                "entries": self._live_entry.built.framework.entry_digests(),
             },
         )
         self._reports.section = "done"
         self._wait_closed(record.epoch)
 
-    def _leave(self, epoch: int, ended: BaseException) -> None:
-        """After a close, wait until nothing reads or writes this process's state, and report it."""
+    def _leave(self, epoch: int, failure: BaseException) -> None:
+        """After a close, wait until no operation reads or writes the state of this process, and
+        report that. End a process that cannot be drained."""
         started = time.monotonic()
         self._reports.section = "drain"
         failpoints.set_context(section="drain")
         failpoints.hit("recovery.drain")
-        # The watcher may not have done so yet; a drain of an open epoch would do nothing.
+        # The watcher may not have interrupted yet; a drain of an open epoch would do nothing.
         self._communicators.interrupt(epoch)
         clean = self._communicators.drain()
         if reason := self._communicators.unusable_reason:
             print(f"this process has to be replaced: {reason}", file=sys.stderr, flush=True)
-        # On a device only now: it cannot finish while an operation waits for a dead peer.
-        clean = self._built.quiesce(self._drain_seconds) and clean
+        # The device comes last: it cannot finish while an operation waits for a dead peer.
+        clean = self._live_entry.quiesce(self._drain_seconds) and clean
         if clean:
-            forget_frames(ended)
+            forget_frames(failure)
         self._report_phase("drain", started)
         with self._engagement:
-            if clean:  # otherwise it ends, and must not be reported as clean meanwhile
+            if clean:  # otherwise this process ends, and must not be reported as clean meanwhile
                 self._engaged_epoch = 0
             self._report_drained(max(epoch, self._link.closed_epoch), clean)
         if not clean:
@@ -451,28 +455,28 @@ def _is_of_peers(error: BaseException | None) -> bool:
 def forget_frames(error: BaseException) -> None:
     """Drop the frames of an exception and of its causes: they hold tensors and sockets.
 
-    Call it when nothing can write into that memory any more. Running frames, such as the caller's,
-    stay.
+    Call this when no operation can write into that memory any more. Running frames, such as the
+    caller's, stay.
     """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        failure = waiting.pop()
-        if failure is None or id(failure) in seen:
+    cleared: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        failure = pending.pop()
+        if failure is None or id(failure) in cleared:
             continue
-        seen.add(id(failure))
+        cleared.add(id(failure))
         # A cause need not be the context: code may have kept an older exception.
-        waiting += [failure.__cause__, failure.__context__]
+        pending += [failure.__cause__, failure.__context__]
         if isinstance(failure, BaseExceptionGroup):
-            waiting += failure.exceptions
+            pending += failure.exceptions
         traceback.clear_frames(failure.__traceback__)
         failure.__traceback__ = None
 
 
 def drain_seconds(kind: str, settings: Settings) -> float:
-    """Return the limit for the end of abandoned communication, which is also that for the device.
+    """Return the limit in seconds for the end of abandoned communication, and again for the device.
 
-    gloo ends at once or not at all. With NCCL both together get nearly all of the time for which
-    the agent waits for this process.
+    gloo ends at once or not at all. With NCCL both limits together are nearly all of the time for
+    which the agent waits for this process.
     """
     return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds
