@@ -1,7 +1,7 @@
 """``python -m deadpool_megatron.vault``: the vault process, started by the agent of its node.
 
-The run's secret, identifier, settings and fault plan come as for every process of the run: from the
-run directory and the environment. Both sockets are listening already and inherited.
+As in every process of the run, the secret, identifier, settings and fault plan come from the run
+directory and the environment. The agent passes on two sockets, which listen already.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from deadpool_megatron.wire import auth
 
 
 def _die(details: threading.ExceptHookArgs) -> None:
-    """End the process after an unhandled exception of a thread, which would be missed only at the
-    next failure; the agent starts a new vault on the same slots."""
+    """End the process after an unhandled exception of a thread: the thread would be missed only at
+    the next failure. The agent starts a new vault on the same slots."""
     traceback.print_exception(details.exc_type, details.exc_value, details.exc_traceback)
     sys.stderr.flush()
     os._exit(70)

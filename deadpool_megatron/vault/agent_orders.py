@@ -1,12 +1,12 @@
 """The vault process: its threads, and the orders of the agent.
 
-Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
-the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
-one ``role-*``, one ``ship-*`` for each of its buddies and each parity block that it is part of, or
-a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` watches for
-traffic of training. In addition, ``block-*-from-*`` fetches a block to decode from, ``block-*``
-requests the missing contributions to a block, ``load-code`` imports the modules for decoding, and
-``dump`` and ``take`` carry out the slow orders.
+The main thread waits for the end. ``accept-local`` accepts the members and the agent, each of which
+a ``local-*`` serves; ``accept-vaults`` and a ``serve-*`` for each do the same for other vaults.
+Each role seated here has a ``role-*``, and a ``ship-*`` for each of its buddies and each parity
+block that it is part of, or a ``double-*`` for its second copy. While copies wait for their pace,
+``watch-link`` watches for traffic of training. In addition, ``block-*-from-*`` fetches a block to
+decode from, ``block-*`` requests the missing contributions to a block, ``load-code`` imports the
+modules for decoding, and ``dump`` and ``take`` carry out the slow orders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import member_connection, slot_memory
-from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
+from deadpool_megatron.vault.disk.dump import damaged_parts, dump, dump_held
 from deadpool_megatron.vault.disk.pinned_snapshot import snapshot_bytes, take
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
 from deadpool_megatron.vault.peer_server import Server
@@ -69,7 +69,7 @@ class Vault:
         self._ledger = store.ledger
         self._members = member_connection.MemberConnections(self.store)
         self._server = Server(self.store, transport)
-        self._links = member_connection.LocalServer(local_listener, self._serve_local)
+        self._local_server = member_connection.LocalServer(local_listener, self._serve_local)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
         self._agent: member_connection.LocalLink | None = None
@@ -96,10 +96,10 @@ class Vault:
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._gate.node, data=data))
         self._server.start()
-        self._links.start()
+        self._local_server.start()
 
     def wait(self) -> None:
-        """Wait for the order to stop, or until the agent is gone for too long; then shut down."""
+        """Wait for the order to stop, or until the agent is away for too long; then shut down."""
         checked_at = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             slot_memory.remove_unneeded(self.store)
@@ -114,7 +114,7 @@ class Vault:
                 break
         self._cut()
         self._server.stop()
-        self._links.stop()
+        self._local_server.stop()
         self._transport.close()
         if self._remove:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -129,20 +129,20 @@ class Vault:
         self._stop.set()
 
     def _keep_names(self) -> None:
-        """Restore names that another program has removed, by links to the open files: the next
-        vault and new members find the files by name."""
+        """Restore names that another program has removed, by links to the open files, because the
+        next vault and new members find the files by name."""
         try:
             with self._gate.lock:
                 for directory in (self._directory.parent, self._directory):
                     if not directory.exists():
                         ownership.make_private(directory)
-                gone = [s for s in self.store.table.segments.values() if s.keep_name()]
-                if not self._links.keep_name() and not gone:
+                restored = [s for s in self.store.table.segments.values() if s.keep_name()]
+                if not self._local_server.keep_name() and not restored:
                     return
-            trouble = "created again; from here on its memory goes with this node's vault"
+            outcome = "created again; from here on its memory goes with this node's vault"
         except (OSError, ownership.OwnershipError) as error:
-            trouble = f"and cannot be created again: {error}"
-        text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {trouble}"
+            outcome = f"and cannot be created again: {error}"
+        text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {outcome}"
         if text != self._names_message:
             self._names_message = text
             data = {"level": "warning", "text": text}
@@ -157,7 +157,7 @@ class Vault:
         if hello.get("t") == "member":
             member_connection.MemberConnection(self.store, self._members, link, hello).run(stopping)
         elif hello.get("t") == "agent":
-            self._obey(link, stopping)
+            self._serve_agent(link, stopping)
         else:
             raise WireError(f"first message is {hello.get('t')!r}")
 
@@ -168,14 +168,14 @@ class Vault:
             else:
                 self._agent.send({"t": "event", "event": event.to_dict()})
 
-    def _obey(self, link: member_connection.LocalLink, stopping: threading.Event) -> None:
+    def _serve_agent(self, link: member_connection.LocalLink, stopping: threading.Event) -> None:
         with self._event_lock:
             self._agent = link
             while self._kept_events:
                 link.send({"t": "event", "event": self._kept_events.popleft().to_dict()})
         try:
             while (message := link.receive(stopping)) is not None:
-                self._order(link, message)
+                self._execute(link, message)
         finally:
             with self._event_lock:
                 if is_newest := self._agent is link:
@@ -186,7 +186,7 @@ class Vault:
                 self._server.stop()
                 self._transport.close()
 
-    def _order(self, link: member_connection.LocalLink, message: Mapping[str, Any]) -> None:
+    def _execute(self, link: member_connection.LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),
@@ -215,7 +215,7 @@ class Vault:
     # Orders.
 
     def close_epoch(self, epoch: int) -> None:
-        """Close an epoch; after the return nothing of ``epoch`` is sealed on this node."""
+        """Close an epoch; after the return no part of it is sealed on this node."""
         with self._order_lock:
             newer_open = self._gate.open_epoch > epoch
             self.store.close(epoch)
@@ -272,7 +272,7 @@ class Vault:
             }
 
     def _report_damage(self) -> None:
-        """Report each invalid state word once: it comes from a stray write, or bad memory."""
+        """Report each invalid state word once: it comes from a stray write or from bad memory."""
         with self._gate.lock:
             segments = list(self.store.table.segments.values())
             found = {(segment, *word) for segment in segments for word in segment.invalid_states()}
@@ -285,12 +285,12 @@ class Vault:
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
         store, directory = self.store, Path(message["directory"])
         if held := [Generation.from_list(values) for values in message["held"]]:
-            # Only intact parts are written, as damaged parts have no other source any more.
+            # Only intact parts are written. Damaged parts are not reported, as no source is left.
             return {"files": dump_held(store, directory, held)}
         files = dump(
             store, directory, Generation.from_list(message["generation"]), message["boundary"]
         )
-        return {"files": files, "damaged": [part.to_list() for part in damaged(store)]}
+        return {"files": files, "damaged": [part.to_list() for part in damaged_parts(store)]}
 
     def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, iteration = str(message["name"]), int(message["iteration"])

@@ -1,9 +1,9 @@
 """The commit ledger: parts owed to other nodes, their acknowledgements, and commits.
 
 A generation of a role is committed at a boundary when its own slot has all shard parts and the
-extras up to that boundary sealed, and every target that the scheme names has acknowledged what it
-is owed: a buddy acknowledges a copy, the holder of a parity block that the part is in the sealed
-block.
+extras up to that boundary sealed, and every target that the scheme names has acknowledged the parts
+that it is owed: a buddy when it has sealed its copy, the holder of a parity block when it has
+sealed the block with the part.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ class CommitLedger:
         self._nic = nic
         self._reports = reports
         self.scheme: Scheme | None = None
-        # Roles whose members have reached the end of the run: nothing newer will be sealed.
+        # Roles whose members have reached the end of the run and will seal no newer generation.
         self.ended: set[int] = set()
         self.committed: dict[int, tuple[Generation, str]] = {}
         self.on_committed: Callable[[int, Generation, str], None] = lambda *_: None
         self._acknowledged: Acknowledgements | None = None
-        self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
-        # Bytes shipped since the last commit, of roles of which a copy was missing.
-        self._shipped: dict[int, int] = {}
+        self._unprotected: dict[int, float] = {}  # role -> monotonic time of the loss
+        self._shipped: dict[int, int] = {}  # role -> bytes shipped since its last commit
 
     def begin(self, scheme: Scheme) -> None:
-        """Start the epoch of a scheme, whose record the gate has; called under the lock."""
+        """Start the epoch of a scheme. The gate has its record already. Called under the lock."""
         self.cut()
         self.scheme, self._acknowledged = scheme, Acknowledgements(scheme)
         self.ended, self.committed, self._shipped = set(), {}, {}
@@ -53,7 +52,7 @@ class CommitLedger:
         self._unprotected = dict.fromkeys(self._gate.own_roles(), since) if restored else {}
 
     def cut(self) -> None:
-        """End what the scheme does by itself; called under the lock."""
+        """End the scheme's own activity; called under the lock."""
         if self.scheme is not None:
             self.scheme.cut()
 
@@ -67,8 +66,8 @@ class CommitLedger:
     def shipment(
         self, layout: RoleLayout, target: Target, epoch: int
     ) -> tuple[Generation, list[Place]] | None:
-        """Return the oldest generation of which a target is owed parts that it has not
-        acknowledged, with these parts."""
+        """Return the oldest generation with parts that a target is owed and has not acknowledged,
+        and the places of these parts."""
         with self._gate.lock:
             if not self._gate.is_open(epoch) or self._acknowledged is None:
                 return None
@@ -78,19 +77,19 @@ class CommitLedger:
                 # The member may be overwriting the slot already: a restarted vault does not know
                 # yet that the generation was committed.
                 found = (self._table.find(layout.role, generation, name) for name in missing)
-                if places := [there[0] for there in found if there]:
+                if places := [copies[0] for copies in found if copies]:
                     return generation, places
             return None
 
     def elsewhere(self, layout: RoleLayout, generation: Generation) -> list[tuple[str, int, int]]:
-        """Return name, bytes and checksum of own parts that are not shipped, as peers hold
-        them."""
+        """Return name, bytes and checksum of the role's parts that are not shipped, because peers
+        hold them."""
         with self._gate.lock:
             names = () if self.scheme is None else self.scheme.elsewhere(layout)
             found = (self._table.find(layout.role, generation, name) for name in names)
-            return [(there[0].name, there[0].nbytes, there[0].checksum) for there in found if there]
+            return [(held[0].name, held[0].nbytes, held[0].checksum) for held in found if held]
 
-    def shipped(self, role: int, nbytes: int, epoch: int) -> None:
+    def count_shipped(self, role: int, nbytes: int, epoch: int) -> None:
         """Count bytes that were sent to protect a role."""
         with self._gate.lock:
             if self._gate.is_open(epoch):
@@ -99,21 +98,21 @@ class CommitLedger:
     def acknowledge(
         self, layout: RoleLayout, generation: Generation, node: int, names: list[str], epoch: int
     ) -> None:
-        """Note that a buddy has these parts, or that they are in a sealed parity block."""
+        """Note that a node has sealed these parts, or a parity block with them."""
         with self._gate.lock:
             if self._gate.is_open(epoch) and self._acknowledged is not None:
                 self._acknowledged.add(layout.role, generation, node, names)
                 self.advance(layout)
 
     def forget(self, role: int, generation: Generation, node: int) -> None:
-        """Send a generation again to a node that has lost what it had acknowledged of it."""
+        """Have a generation sent again to a node that has lost acknowledged parts of it."""
         with self._gate.changed:
             if self._acknowledged is not None:
                 self._acknowledged.forget(role, generation, node)
                 self._gate.changed.notify_all()
 
     def advance(self, layout: RoleLayout) -> None:
-        """Report what has become committed of a role. Called under the lock, after a seal or an
+        """Enter and report the new commits of a role. Called under the lock, after a seal or an
         acknowledgement."""
         role, acknowledged = layout.role, self._acknowledged
         held = self._table.held(role)
@@ -133,7 +132,8 @@ class CommitLedger:
         self._gate.changed.notify_all()
 
     def _tracked(self, held: Iterable[Generation]) -> list[Generation]:
-        """Return the generations that are shipped in this epoch, oldest first."""
+        """Return the generations that are shipped in this epoch, oldest first: the restored
+        generation and those that the epoch has computed."""
         if self._gate.record is None:
             return []
         restored, epoch = self._gate.record.restore.generation, self._gate.open_epoch
@@ -163,16 +163,16 @@ class Acknowledgements:
         self._names: dict[tuple[int, Generation, int], set[str]] = {}
 
     def released(self, layout: RoleLayout) -> bool:
-        """Return whether the role passes with fewer copies, which the record permits."""
+        """Return whether the role passes the gate with fewer copies, as the record permits."""
         fewer = self.scheme.record.fewer_copies
         return layout.role in fewer and self.scheme.owed(layout).is_short
 
     def add(self, role: int, generation: Generation, node: int, names: Iterable[str]) -> None:
-        """Note that a node has sealed these parts, or the parity blocks they are in."""
+        """Note that a node has sealed these parts, or a parity block with them."""
         self._names.setdefault((role, generation, node), set()).update(names)
 
     def forget(self, role: int, generation: Generation, node: int) -> None:
-        """Drop what a node had acknowledged of a generation: it has lost it."""
+        """Drop the acknowledgements of a node that has lost its parts of a generation."""
         self._names.pop((role, generation, node), None)
 
     def forget_before(self, role: int, oldest: Generation) -> None:
@@ -186,9 +186,9 @@ class Acknowledgements:
         """Return the sealed parts that a target is owed and has not acknowledged, in layout
         order."""
         owed = self.scheme.owed(layout).names.get(target, frozenset())
-        done = self._names.get((layout.role, generation, target.node), set())
-        left = (owed & {*sealed}) - done
-        return [part.name for part in layout.parts if part.name in left]
+        acknowledged = self._names.get((layout.role, generation, target.node), set())
+        missing = (owed & {*sealed}) - acknowledged
+        return [part.name for part in layout.parts if part.name in missing]
 
     def boundary(
         self, layout: RoleLayout, generation: Generation, sealed: Collection[str]
@@ -197,16 +197,16 @@ class Acknowledgements:
         owed = self.scheme.owed(layout)
         if owed.is_short and layout.role not in self.scheme.record.fewer_copies:
             return None
-        lacking = set[str]()
+        missing = set[str]()
         for target, names in owed.names.items():
-            lacking |= names - self._names.get((layout.role, generation, target.node), set())
-        if not {*layout.shard_parts} <= {*sealed} - lacking:
+            missing |= names - self._names.get((layout.role, generation, target.node), set())
+        if not {*layout.shard_parts} <= {*sealed} - missing:
             return None
         reached = None
         for boundary in BOUNDARIES:
             name = extras_part(boundary)
             if name in sealed:
-                if name in lacking:
+                if name in missing:
                     break
                 reached = boundary
         return reached

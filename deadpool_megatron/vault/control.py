@@ -21,8 +21,8 @@ _TAKE_GRACE_SECONDS = 10.0
 class VaultControl:
     """One connection to the vault of this node, in one event loop.
 
-    Every order raises VaultError when the vault refuses it, TimeoutError when it does not answer in
-    time and ConnectionError when the vault is gone; then connect again (to its successor).
+    Every order raises VaultError when the vault refuses it, TimeoutError when no answer arrives in
+    time, and ConnectionError when the vault has ended. Then connect again, to its successor.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class VaultControl:
         return control
 
     async def close_epoch(self, epoch: int, deadline_seconds: float) -> None:
-        """Close an epoch: no part of it is sealed on this node any more; the inventory is
-        stable."""
+        """Close an epoch. From then on no part of it is sealed on this node, and the inventory does
+        not change."""
         await self._order("close", deadline_seconds, epoch=epoch)
 
     async def inventory(self, deadline_seconds: float) -> Inventory:
@@ -76,29 +76,29 @@ class VaultControl:
         held: Sequence[Generation] = (),
     ) -> dict[str, Any]:
         """Write this node's parts of a generation. Return ``files``, their paths, and ``damaged``,
-        the parts without intact bytes (:meth:`BadPart.to_list`). ``held``: the generations to write
-        instead, each to its own directory; then only ``files`` is returned."""
+        the parts without intact bytes (:meth:`BadPart.to_list`). If ``held`` is not empty, write
+        these generations instead, each to its own directory, and return only ``files``."""
         about = {"directory": str(directory), "generation": generation.to_list()}
         about |= {"boundary": boundary, "held": [other.to_list() for other in held]}
         return dict(await self._order("dump", deadline_seconds, **about))
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
         """Pin a snapshot of an iteration of the open epoch; see :mod:`.disk.pinned_snapshot`."""
-        # The vault's own limit ends first, and its error names the awaited event.
+        # The vault's own limit expires first, and its error names the awaited event.
         about = {"name": name, "iteration": iteration, "limit_seconds": deadline_seconds}
         answer = await self._order("take", deadline_seconds + _TAKE_GRACE_SECONDS, **about)
         return [Snapshot.from_dict(snapshot) for snapshot in answer]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
-        """Return counters and holdings, see ``Vault.status``."""
+        """Return counters and holdings: see ``Vault.status``."""
         return dict(await self._order("status", deadline_seconds))
 
     async def shutdown(self, remove: bool, deadline_seconds: float) -> None:
-        """End the vault; ``remove``: with the node's segments and their directory."""
+        """End the vault; with ``remove``, delete the node's segments and their directory."""
         await self._order("shutdown", deadline_seconds, remove=remove)
 
     async def close(self) -> None:
-        """Close the connection; the vault lives on."""
+        """Close the connection; the vault continues to run."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -123,19 +123,19 @@ class VaultControl:
     async def _read(self) -> None:
         try:
             while True:
-                self._take(await framing.read_frame(self._reader))
+                self._handle(await framing.read_frame(self._reader))
         except (framing.WireError, OSError) as error:
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(ConnectionError(f"the vault is gone: {error}"))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["t"] == "event":
             self._on_event(Event.from_dict(message["event"]))
             return
         answer = self._answers.get(message["id"])
         if answer is None or answer.done():
-            return  # its order has run out of time
+            return  # the order has timed out
         if message["ok"]:
             answer.set_result(message["value"])
         else:

@@ -1,11 +1,11 @@
 """The scheme of an epoch: which copies must exist before a generation is committed.
 
-Each epoch of a vault has one scheme object (:mod:`.schemes.registry`). It answers which parts are
-owed to which nodes, adds to slots that are about to be sealed, and answers which memory may be
-freed. This module has the schemes that are made of copies.
+Each epoch of a vault has one scheme object (:mod:`.schemes.registry`). It decides which parts are
+owed to which nodes and which parts of other roles this node continues to receive, and it combines
+parts into parity blocks. This module has the schemes that are made of copies.
 
-The sources of a restored generation do not depend on the plan of the new epoch: blocks of earlier
-epochs stand in the record's recipes, and in the files of a dump.
+The sources of a restored generation do not depend on the plan of the new epoch: the record's
+recipes, and the files of a dump, describe the blocks of earlier epochs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Parts = Mapping[str, tuple[int, int]]
 
 
 class Target(NamedTuple):
-    """A target that is owed parts of a role: a node that keeps a copy of them, or the holder of the
-    parity role ``block``, which they are combined into."""
+    """A node that is owed parts of a role: it keeps a copy of them or, with ``block``, holds the
+    parity role of that number, into which they are combined."""
 
     node: int
     block: int | None = None
 
 
 # Groups of targets with the parts that each target of a group is owed.
-Ways = Iterable[tuple[Sequence[Target], Collection[str]]]
+OwedGroups = Iterable[tuple[Sequence[Target], Collection[str]]]
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Parts of a generation that the vault of its role has. ``elsewhere``: name, bytes and checksum
-    of those that it does not send."""
+    """Parts of a role's generation that its vault offers to another node. ``elsewhere``: name,
+    bytes and checksum of the parts that it does not send."""
 
     epoch: int
     generation: Generation
@@ -60,15 +60,16 @@ class Offer:
 
 @dataclass(frozen=True)
 class Owed:
-    """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
-    of them than are wanted."""
+    """The parts that each target must have (``names``). ``is_short``: some parts have fewer targets
+    than the record asks for."""
 
     names: Mapping[Target, frozenset[str]]
     is_short: bool
 
 
 class Scheme(ABC):
-    """See the module text. Not thread-safe: the vault's lock guards it."""
+    """The protection of state in one epoch: see the module text. Not thread-safe: the vault's lock
+    guards it."""
 
     def __init__(self, record: EpochRecord) -> None:
         self.record = record
@@ -77,16 +78,16 @@ class Scheme(ABC):
         self._owed: dict[int, Owed] = {}
 
     @abstractmethod
-    def _ways(self, layout: RoleLayout) -> Ways:
+    def _owed_groups(self, layout: RoleLayout) -> OwedGroups:
         """Return groups of targets with the parts that each target of a group is owed."""
 
     def owed(self, layout: RoleLayout) -> Owed:
         """Return the parts that must be on other nodes before a generation is committed."""
         found = self._owed.get(layout.role)
         if found is None:
-            ways = [(targets, frozenset(names)) for targets, names in self._ways(layout)]
-            owed = {target: names for targets, names in ways if names for target in targets}
-            is_short = any(names and len(targets) < self.record.replicas for targets, names in ways)
+            groups = [(targets, frozenset(names)) for targets, names in self._owed_groups(layout)]
+            owed = {target: names for targets, names in groups if names for target in targets}
+            is_short = any(names and len(to) < self.record.replicas for to, names in groups)
             found = self._owed[layout.role] = Owed(owed, is_short)
         return found
 
@@ -106,11 +107,11 @@ class Scheme(ABC):
         ]
 
     def combine(self, channel: Channel, block: int, offer: Offer) -> None:
-        """Answer a role that puts parts into a block of this node. Raises Refused. The vault's lock
-        is not held."""
+        """Answer an offer of parts for a parity block of this node. Raises Refused. Called without
+        the vault's lock."""
         raise Refused(Refusal.WRONG_BLOCK)
 
-    def cut(self) -> None:  # noqa: B027  most run nothing
+    def cut(self) -> None:  # noqa: B027  most schemes run nothing
         """End the scheme's own activity: the epoch is over."""
 
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
@@ -124,7 +125,7 @@ class Copies(Scheme):
         super().__init__(record)
         self._placement = CopyPlacement.of_record(record)
 
-    def _ways(self, layout: RoleLayout) -> Ways:
+    def _owed_groups(self, layout: RoleLayout) -> OwedGroups:
         return [(self._buddies(layout), self._uncovered(layout))]
 
     def _buddies(self, layout: RoleLayout) -> list[Target]:
@@ -137,7 +138,7 @@ class Copies(Scheme):
 class Local(Scheme):
     """Generations stay on their own node (REFT's SMP): no part is owed to another node."""
 
-    def _ways(self, layout: RoleLayout) -> Ways:
+    def _owed_groups(self, layout: RoleLayout) -> OwedGroups:
         return ()
 
 
@@ -146,5 +147,5 @@ class LocalTwice(Scheme):
     acknowledged like the copy of a buddy. A damaged slot of a dead process is repaired without the
     network: a restore uses the first place of a part on its node whose checksum matches."""
 
-    def _ways(self, layout: RoleLayout) -> Ways:
+    def _owed_groups(self, layout: RoleLayout) -> OwedGroups:
         return [([Target(self._seats[layout.role])], [part.name for part in layout.parts])]

@@ -1,8 +1,8 @@
 """The epoch gate: which epoch is open on this node, and which roles and nodes are part of it.
 
 Closing is atomic with respect to sealing because both happen under one lock: a seal checks the
-epoch, writes the header and enters the ledger without releasing it. The lock is never held over a
-checksum, a socket call or the reservation of memory.
+epoch, writes the header and enters the ledger without releasing the lock. The lock is never held
+over a checksum, a socket call or the reservation of memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class EpochGate:
     """Epochs of one node. Thread-safe.
 
     ``lock`` is the only lock of the vault's shared state: it guards this gate, the commit ledger,
-    and the slots with their table. ``changed`` is notified whenever a wait of a thread may be over.
-    ``transport``: None where no vault runs, and files are dumped.
+    and the slots with their table. ``changed`` is notified whenever a thread that waits for it may
+    be able to continue. ``transport``: None in a process without a vault, which dumps slots.
     """
 
     def __init__(self, node: int, transport: Transport | None = None) -> None:
@@ -57,7 +57,7 @@ class EpochGate:
             self.changed.wait_for(lambda: not self.is_open(epoch), timeout=seconds)
 
     def open(self, record: EpochRecord) -> None:
-        """Open the epoch of a record, whose slots are ready; called under the lock."""
+        """Open the epoch of a record after preparing its slots; called under the lock."""
         self.open_epoch = record.epoch
         self.changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Errors of a vault, which its callers can act on, and its counters and events."""
+"""The errors of a vault, on which its callers can act; its counters and events."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, is_parity_role
 
 log = logging.getLogger(__name__)
-_SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_SHORTAGES = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # Raised by values of the wrong type or size; an infinite "integer" overflows.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
-# Unauthenticated peers must not flood the event log: an event a second for each reason.
+# Unauthenticated peers must not flood the event log: each reason has at most an event a second.
 _REFUSAL_EVENT_SECONDS = 1.0
 _MAX_REASONS = 200
-_NUMBERS = re.compile(r"\d+")  # reasons that differ only in them are counted together
+_NUMBERS = re.compile(r"\d+")  # reasons that differ only in numbers are counted together
 
 
 def is_shortage(error: Exception) -> bool:
     """Return whether an error is a passing shortage of processes, descriptors or memory, which
     proves nothing about a file or a disk."""
-    return isinstance(error, OSError) and error.errno in _SHORT
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 class Code(StrEnum):
-    """The meaning of a refusal to another process, for programs."""
+    """The kind of a VaultError, as it is sent to another process."""
 
     FAILED = "failed"
-    TOO_LATE = "too-late"  # a later iteration can be had
+    TOO_LATE = "too-late"  # a later iteration is available
     NO_SHARED_MEMORY = "no-room"
     CANNOT_CUT = "cannot-cut"
 
@@ -62,7 +62,7 @@ class Refusal(StrEnum):
     OTHER_BYTES = "other bytes than a sealed parity block was made of"
 
 
-# Normal refusals, which are not reported.
+# Refusals of normal operation, which are not reported.
 NORMAL_REFUSALS = frozenset({Refusal.EARLY, Refusal.WAITED, Refusal.SUPERSEDED, Refusal.NOT_HELD})
 
 
@@ -73,7 +73,7 @@ class VaultError(Exception):
 
     @staticmethod
     def of(code: str, text: str) -> VaultError:
-        """Return the error that another process has sent."""
+        """Return the error that another process has sent as a code and a text."""
         kinds: dict[str, type[VaultError]] = {
             Code.TOO_LATE: TooLate,
             Code.NO_SHARED_MEMORY: OutOfSpace,
@@ -95,8 +95,8 @@ class OutOfSpace(VaultError):
 
 
 class CutRefused(VaultError):
-    """A role cannot be restored from those of another size, although their parts are intact: for
-    lack of memory, or they are of other parameters."""
+    """A role cannot be cut from the roles of another size although their parts are intact: memory
+    is short, or the parts belong to other parameters."""
 
     code = Code.CANNOT_CUT
 
@@ -119,7 +119,7 @@ class Refused(VaultError):
 
 
 class Frozen(VaultError):
-    """The epoch has been closed: the member must not write (and has not written) into a slot."""
+    """The epoch has been closed: the member must not write into a slot, and has not written."""
 
 
 class Interrupted(VaultError):
@@ -127,11 +127,11 @@ class Interrupted(VaultError):
 
 
 class SegmentError(VaultError):
-    """The file is no segment of this version, or was cut off or damaged."""
+    """The file is no segment of this version, or was truncated or damaged."""
 
 
 class DamagedSegment(SegmentError):
-    """The file is of this version, but its description has changed since it was written."""
+    """The file is of this version, but its description does not match its checksum any more."""
 
     def __init__(self, text: str, expected: int, found: int) -> None:
         super().__init__(text)
@@ -168,7 +168,7 @@ class VaultReports:
         self.send = send
         self.epoch = 0
         self._lock = threading.Lock()
-        self._refused: dict[str, float] = {}  # reason -> monotonic time of its newest event
+        self._reported: dict[str, float] = {}  # reason -> monotonic time of its newest event
 
     def emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
         """Send an event about a generation of a role."""
@@ -188,12 +188,12 @@ class VaultReports:
         """Count a refusal, and report each reason at most once a second."""
         now, reason = time.monotonic(), _NUMBERS.sub("N", text)
         with self._lock:
-            if reason not in self._refused and len(self._refused) >= _MAX_REASONS:
+            if reason not in self._reported and len(self._reported) >= _MAX_REASONS:
                 reason = "another reason"
             self.counters[f"refused: {reason}"] += 1
-            if now - self._refused.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
+            if now - self._reported.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
                 return
-            self._refused[reason] = now
+            self._reported[reason] = now
         log.warning("refused: %s %s", text, facts)
         data = {"why": text, **{key: str(value) for key, value in facts.items()}}
         self.send(Event(Kind.REFUSED, epoch=self.epoch, node=self._node, data=data))

@@ -1,9 +1,9 @@
 """The vault's side of a member's connection: registration, seals, restores.
 
-It uses the vault's AF_UNIX socket, as the agent's orders do. A named thread reads each connection.
-Sending never waits for the other side, since a stopped member must not delay any commit: bytes that
-the socket does not accept at once are kept and sent as it drains, and a connection with too many
-kept bytes is cut (its owner connects again).
+Members connect to the vault's AF_UNIX socket, as the agent does. A named thread reads each
+connection. Sending never waits for the other side, since a stopped member must not delay any
+commit: bytes that the socket does not accept at once are kept and sent as it drains, and a
+connection with too many kept bytes is cut. Its member connects again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class MemberConnections:
         self._lock = threading.Lock()
         self._connections: dict[int, MemberConnection] = {}
         self.workers: Mapping[int, RoleWorker] = {}
-        # By role: a report of damage that was found while its member was not connected. The member
+        # Role -> report of damage that was found while the member was not connected. The member
         # ignores a report of another epoch.
-        self._found_bad: dict[int, dict[str, Any]] = {}
-        store.ledger.on_committed = self._committed
-        store.on_bad = self._bad
+        self._unsent_reports: dict[int, dict[str, Any]] = {}
+        store.ledger.on_committed = self._report_committed
+        store.on_bad = self._report_bad
 
     def set_workers(self, workers: Mapping[int, RoleWorker]) -> None:
         """Set the workers of a newly opened epoch, and hand waiting members to them."""
@@ -64,9 +64,9 @@ class MemberConnections:
         """Note that a member has registered; the newest connection of a role replaces others."""
         with self._lock:
             self._connections[connection.role] = connection
-            bad = self._found_bad.pop(connection.role, None)
-        if bad is not None:
-            connection.link.send(bad)
+            report = self._unsent_reports.pop(connection.role, None)
+        if report is not None:
+            connection.link.send(report)
 
     def leave(self, connection: MemberConnection) -> None:
         """Note that a connection has ended."""
@@ -74,20 +74,20 @@ class MemberConnections:
             if self._connections.get(connection.role) is connection:
                 del self._connections[connection.role]
 
-    def _committed(self, role: int, generation: Generation, boundary: str) -> None:
+    def _report_committed(self, role: int, generation: Generation, boundary: str) -> None:
         with self._lock:
             connection = self._connections.get(role)
         if connection is not None:
             connection.push_committed(generation, boundary)
 
-    def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
-        bad = {"t": "bad", "epoch": epoch, "generation": generation.to_list(), "part": part}
+    def _report_bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
+        report = {"t": "bad", "epoch": epoch, "generation": generation.to_list(), "part": part}
         with self._lock:
             connection = self._connections.get(role)
             if connection is None:
-                self._found_bad[role] = bad
+                self._unsent_reports[role] = report
         if connection is not None:
-            connection.link.send(bad)
+            connection.link.send(report)
 
 
 class MemberConnection:
@@ -115,7 +115,8 @@ class MemberConnection:
         self._lock = threading.Lock()
 
     def run(self, stopping: threading.Event) -> None:
-        """Serve until the member closes. Raises WireError or OSError at the end of the stream."""
+        """Serve the member until the vault stops. Raises WireError or OSError at the end of the
+        stream."""
         self._members.enter(self)
         try:
             if self._attach():
@@ -129,7 +130,7 @@ class MemberConnection:
             self._unpin()
 
     def push_committed(self, generation: Generation, boundary: str) -> None:
-        """Send the member the committed boundary of its newest generation."""
+        """Report to the member that a generation is committed at a boundary."""
         about = {"epoch": self._gate.open_epoch, "generation": generation.to_list()}
         self.link.send({"t": "committed", **about, "boundary": boundary})
 
@@ -148,7 +149,7 @@ class MemberConnection:
         return True
 
     def _confirm(self) -> None:
-        """Send the answer to a registration, and what is committed already."""
+        """Confirm a registration, and report the newest commit, if any."""
         self.link.send({"t": "registered"})
         with self._gate.lock:
             if self._gate.own_roles().get(self.role) != self._seat or not self._gate.open_epoch:
@@ -164,7 +165,7 @@ class MemberConnection:
         if kind == "filled":
             worker = self._members.workers.get(self.role)
             if worker is not None:
-                worker.seal()  # here: another thread would have to wake up first
+                worker.seal()  # in this thread: the worker's would have to wake up first
         elif kind == "restore":
             self._request = message
             self.resume()
@@ -202,9 +203,9 @@ class MemberConnection:
             self._answer(epoch, VaultError(f"epoch {epoch} is over"))
         else:
             record = self._gate.record
-            asked = Generation.from_list(request["generation"]), request["boundary"]
-            if record is None or asked != (record.restore.generation, record.restore.boundary):
-                self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
+            start = Generation.from_list(request["generation"]), request["boundary"]
+            if record is None or start != (record.restore.generation, record.restore.boundary):
+                self._answer(epoch, VaultError(f"epoch {epoch} does not start from {start}"))
             elif record.seats.get(self.role) != self._seat:
                 # Parts are restored into the slots of the process that has the seat.
                 text = f"another process plays role {self.role} in epoch {epoch}"
@@ -253,7 +254,7 @@ class LocalLink:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.settimeout(_MESSAGE_SECONDS)
-        # A timeout belongs to the Python object: the reader waits, the senders never wait.
+        # A timeout belongs to the Python object: senders use a second object, and never wait.
         self._sender = connection.dup()
         self._sender.settimeout(0)
         self._lock = threading.Lock()
@@ -274,7 +275,8 @@ class LocalLink:
                 self._shutdown()
 
     def receive(self, stopping: threading.Event) -> dict[str, Any] | None:
-        """Return the next frame; None when the vault stops. Raises WireError or OSError."""
+        """Return the next frame; None when the vault stops. Sends kept bytes meanwhile. Raises
+        WireError or OSError."""
         while not stopping.is_set():
             with self._lock:
                 events = select.POLLIN | (select.POLLOUT if self._kept else 0)
@@ -312,13 +314,13 @@ def listening_at(path: Path) -> socket.socket:
 
 
 class LocalServer:
-    """Accepts local connections and runs ``connection(link, stopping)`` for each in a thread."""
+    """Accepts local connections and runs ``serve(link, stopping)`` for each in a thread."""
 
     def __init__(
-        self, listener: socket.socket, connection: Callable[[LocalLink, threading.Event], None]
+        self, listener: socket.socket, serve: Callable[[LocalLink, threading.Event], None]
     ) -> None:
         self._listener = listener
-        self._serve = connection
+        self._serve = serve
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._accept, name="accept-local", daemon=True)

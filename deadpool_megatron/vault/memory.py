@@ -1,8 +1,9 @@
 """Memory for generations: its reservation, and its limits.
 
-The memory in use is that of the files of the node's directory, plus reservations of memory that is
-being allocated, read from the file system under a lock: no record needs repair after a kill at any
-moment. The lock is held for the count, not while memory is filled, which takes seconds.
+The memory in use is the memory of the files in the node's directory, plus the reservations for
+memory that is being allocated. Both are read from the file system under a lock, so no record needs
+repair after a kill at any moment. The lock is held while memory is counted, not while it is filled,
+which takes seconds.
 
 A host limits a run by its /dev/shm and by the cgroup of the job: shared memory counts in the cgroup
 of the process that touched it first, so a limit there ends processes although /dev/shm has space.
@@ -26,11 +27,12 @@ from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.vault.errors import OutOfSpace, VaultError
 
 _LOCK = ".memory.lock"
-# The holder of the lock reads a few files; a stopped process never releases it.
+# A process holds the lock while it reads a few files, unless the process is stopped meanwhile.
 _LOCK_SECONDS = 60.0
 _PAUSE_SECONDS = 0.005
-# A file without memory, as long as the memory that its process is about to take: .booked.PID.ID
-_BOOKED = ".booked."
+# A reservation is a file without memory. Its length is the memory that its process is about to
+# allocate, and its name is .booked.PID.ID.
+_RESERVED = ".booked."
 _PIECE_BYTES = 64 << 20
 BLOCK_BYTES = 512  # unit of st_blocks, whatever the file system
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -60,38 +62,39 @@ class Budget:
             _allocate(file, path, ranges)
             return
         wanted = sum(count for _, count in ranges)
-        known = os.fstat(file)
+        status = os.fstat(file)
         # Ranges that have their memory already, from before a restart, need no more.
-        wanted = min(wanted, max(0, known.st_size - known.st_blocks * BLOCK_BYTES))
+        wanted = min(wanted, max(0, status.st_size - status.st_blocks * BLOCK_BYTES))
         if wanted:
-            with self._booked(wanted, path) as booked:
+            with self._reservation(wanted, path) as reservation:
                 for piece in _pieces(ranges):
                     _allocate(file, path, [piece])
                     wanted = max(0, wanted - piece[1])
-                    os.truncate(booked, wanted)
+                    os.truncate(reservation, wanted)
 
     @contextlib.contextmanager
-    def _booked(self, wanted: int, path: Path) -> Iterator[Path]:
+    def _reservation(self, wanted: int, path: Path) -> Iterator[Path]:
         """Reserve memory before it is allocated."""
-        booked = self.directory / f"{_BOOKED}{os.getpid()}.{uuid4().hex}"
+        reservation = self.directory / f"{_RESERVED}{os.getpid()}.{uuid4().hex}"
         limit = time.monotonic() + _LOCK_SECONDS
-        while not self._book(booked, wanted, path, is_last=time.monotonic() > limit):
+        while not self._reserve(reservation, wanted, path, is_last=time.monotonic() > limit):
             time.sleep(_PAUSE_SECONDS)
         try:
-            yield booked
+            yield reservation
         finally:
-            booked.unlink(missing_ok=True)
+            reservation.unlink(missing_ok=True)
 
-    def _book(self, booked: Path, wanted: int, path: Path, *, is_last: bool) -> bool:
-        """Reserve memory; False if the reservations of others leave too little, of which a piece
-        may be counted twice. Raises OutOfSpace if they are not the reason, or it ``is_last``."""
+    def _reserve(self, reservation: Path, wanted: int, path: Path, *, is_last: bool) -> bool:
+        """Reserve memory. Return False, for a retry, if reservations of other threads leave too
+        little: their newest piece may count twice, in its file and in the reservation. Raises
+        OutOfSpace if there are no such reservations, or if this try is the last (``is_last``)."""
         with self._locked():
             if self.used_bytes() + wanted > self.limit_bytes:
                 self._remove_unfinished()
-            used, others = self.used_bytes(), any(self.directory.glob(f"{_BOOKED}*"))
+            used, others = self.used_bytes(), any(self.directory.glob(f"{_RESERVED}*"))
             if used + wanted <= self.limit_bytes:
-                booked.touch(0o600)
-                os.truncate(booked, wanted)
+                reservation.touch(0o600)
+                os.truncate(reservation, wanted)
                 return True
         if others and not is_last:
             return False
@@ -118,10 +121,10 @@ class Budget:
 
     def _remove_unfinished(self) -> None:
         """Remove unfinished files and reservations of killed processes."""
-        making = ((path, path.name.rpartition(".")[2]) for path in self.directory.glob(".*.seg.*"))
-        taking = ((path, path.name.split(".")[2]) for path in self.directory.glob(f"{_BOOKED}*"))
-        for path, maker in (*making, *taking):
-            if maker.isdigit() and not Path("/proc", maker).exists():
+        files = ((path, path.name.rpartition(".")[2]) for path in self.directory.glob(".*.seg.*"))
+        claims = ((path, path.name.split(".")[2]) for path in self.directory.glob(f"{_RESERVED}*"))
+        for path, pid in (*files, *claims):
+            if pid.isdigit() and not Path("/proc", pid).exists():
                 path.unlink(missing_ok=True)
 
 
@@ -133,9 +136,9 @@ def allocated_bytes(directory: Path) -> int:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False):
-                    known = entry.stat(follow_symlinks=False)
-                    is_booked = entry.name.startswith(_BOOKED)
-                    total += known.st_size if is_booked else known.st_blocks * BLOCK_BYTES
+                    status = entry.stat(follow_symlinks=False)
+                    is_reservation = entry.name.startswith(_RESERVED)
+                    total += status.st_size if is_reservation else status.st_blocks * BLOCK_BYTES
     return total
 
 
@@ -163,7 +166,7 @@ def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """The tightest memory limit above this process: bytes that are left, and where it is set."""
+    """A memory limit of a cgroup, the bytes that are left of it, and the cgroup's path."""
 
     left_bytes: int
     limit_bytes: int
@@ -192,7 +195,7 @@ def _cgroups(root: Path, own: Path) -> Iterator[CgroupMemory]:
             top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the path is often that of the host, and the root is its own group.
+        # In a container the path is often the host's, and the root is the container's own group.
         group = top / path.lstrip("/")
         for level in (group, *group.parents):
             if level.is_relative_to(top) and (found := _left_in(level, *names)) is not None:
@@ -260,15 +263,16 @@ def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
 def affordable_sizes(
     sizes: Sizes, needs_of: Callable[[int], NodeNeeds], limits: Sequence[MemoryLimit]
 ) -> Sizes:
-    """Return the sizes between which a run can change: the slots of both are in memory until all
-    roles have committed at the new size. ``needs_of``: by number of model replicas."""
-    tightest, left = min(limits, key=lambda limit: limit.nbytes), sizes.replicas
+    """Return the sizes between which a run can change: the slots of the old and the new size are in
+    memory until all roles have committed at the new size. ``needs_of`` returns a node's needs for a
+    number of model replicas."""
+    tightest, replicas = min(limits, key=lambda limit: limit.nbytes), sizes.replicas
     needed = 0
-    while len(left) > 1:  # a role has the more state, the fewer replicas there are
-        needed = needs_of(left[0]).total + needs_of(left[1]).total
+    while len(replicas) > 1:  # the fewest replicas come first: then each role has the most state
+        needed = needs_of(replicas[0]).total + needs_of(replicas[1]).total
         if needed <= tightest.nbytes:
-            return replace(sizes, replicas=left)
-        left = left[1:]
+            return replace(sizes, replicas=replicas)
+        replicas = replicas[1:]
     text = f"a change of size needs {sized(needed)} of memory on this node, {tightest.name} allows"
     return sizes.fixed(f"{text} {sized(tightest.nbytes)}: {tightest.remedy}" if needed else "")
 
@@ -276,8 +280,8 @@ def affordable_sizes(
 def warnings(
     needs: NodeNeeds, limits: Sequence[MemoryLimit], memlock_bytes: int | None, *, pinned: bool
 ) -> list[str]:
-    """Return the problems that do not prevent a start. ``pinned``: slots get locked for a
-    device."""
+    """Return the problems that do not prevent a start. ``pinned``: a device has the slots
+    locked in memory."""
     found = []
     tightest = min(limits, key=lambda limit: limit.nbytes, default=None)
     if tightest is not None and needs.total <= tightest.nbytes < needs.peak:
@@ -286,10 +290,10 @@ def warnings(
             f" {needs.peak} while processes are restarted in place, {tightest.name} allows"
             f" {tightest.nbytes}: {tightest.remedy}"
         )
-    each = needs.own // max(1, needs.roles)
-    if pinned and memlock_bytes is not None and memlock_bytes < each:
+    needed = needs.own // max(1, needs.roles)
+    if pinned and memlock_bytes is not None and memlock_bytes < needed:
         found.append(
-            f"a process may lock {memlock_bytes} bytes in memory, its slots have {each}: copies"
+            f"a process may lock {memlock_bytes} bytes in memory, its slots have {needed}: copies"
             " from the device may be slower; 'ulimit -l unlimited', for Slurm"
             " LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1"
         )
@@ -317,5 +321,6 @@ def memory_limits(directory: Path, limit_bytes: int) -> list[MemoryLimit]:
 
 
 def usable_bytes(directory: Path, limit_bytes: int) -> int:
-    """Return the bytes that all limits allow for the node's generations, with those in use."""
+    """Return the bytes that all limits allow for the node's generations, including the bytes in
+    use."""
     return min(limit.nbytes for limit in memory_limits(directory, limit_bytes))

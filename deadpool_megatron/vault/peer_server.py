@@ -1,8 +1,9 @@
 """Requests of other vaults: keep a copy, hand out a part, describe a role.
 
-One named thread for each connection. The epoch is judged before the first byte and, under the lock
-that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
-they come. Refused messages are counted and reported; the answer contains only the reason.
+Each connection has a named thread. The epoch is checked before the first byte of a part and, under
+the lock that closing takes, again after the last byte. Bytes arrive directly in the slot and are
+check-summed as they arrive. Refused messages are counted and reported; the answer contains only
+the reason.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transp
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
-# A connection is unauthenticated until its peer has proved to know the run secret. At the maximum
-# number of such connections the next waits in the kernel's queue.
+# A connection is unauthenticated until its peer has proved to know the run secret. Above this
+# number of such connections, others wait in the kernel's queue.
 _MAX_UNAUTHENTICATED = 64
 _UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
-# The time limit for the proof at the maximum number.
+# The time limit for the proof while the number of connections is at its maximum.
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
 
@@ -48,7 +49,7 @@ class Server:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
-        self._unauthenticated: dict[Channel, float] = {}  # since when, in order of arrival
+        self._unauthenticated: dict[Channel, float] = {}  # monotonic time of arrival, in that order
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
@@ -62,7 +63,7 @@ class Server:
         self._thread.join(timeout=2.0)
 
     def cut(self) -> None:
-        """End every connection: the epoch they belong to has been closed."""
+        """End every connection: their epoch has been closed."""
         with self._lock:
             for channel in self._channels:
                 channel.shutdown()
@@ -94,7 +95,7 @@ class Server:
             late = [channel for channel, at in self._unauthenticated.items() if at < began]
             for channel in late:
                 del self._unauthenticated[channel]
-                channel.shutdown()  # so authenticate() fails in its thread, which reports that
+                channel.shutdown()  # so authenticate() fails in its thread, which reports the error
             return len(self._unauthenticated) < _MAX_UNAUTHENTICATED
 
     def _serve(self, channel: Channel) -> None:
@@ -179,17 +180,18 @@ class _Connection:
         wanted = [name for name, _, _ in needed]
         have = [name for name in offer.names if name not in wanted]
         if needed:
-            have += self._take(offer, needed, wanted)
+            have += self._request_parts(offer, needed, wanted)
         else:
             self._channel.send({"t": "need", "parts": []})
         if not self._gate.is_open(offer.epoch):
             raise Refused(Refusal.STALE)
         self._channel.send({"t": "sealed", "parts": have})
 
-    def _take(
+    def _request_parts(
         self, offer: Offer, needed: list[tuple[str, int, int]], wanted: list[str]
     ) -> list[str]:
-        """Request the parts that are not here, and return those that were received and sealed."""
+        """Request the parts that are not here. Return the names of the parts that were received and
+        sealed."""
         store, generation = self._store, offer.generation
         if slot_memory.own_slots_missing(store):
             raise Refused(Refusal.EARLY)
@@ -208,18 +210,19 @@ class _Connection:
                 slot_memory.reserve(store, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_SHARED_MEMORY, str(error)) from error
-            # A restore compares shards from peers with the owner's checksums. So these are noted
-            # before the extras are sealed, after which the generation counts as held.
+            # A restore compares shards from peers with the owner's checksums. So these checksums
+            # are noted before the extras are sealed, which make the generation count as held.
             store.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
-            return [part[0] for part in needed if self._keep(segment, slot, *part, offer.epoch)]
+            return [part[0] for part in needed if self._receive(segment, slot, *part, offer.epoch)]
         finally:
             store.release(segment, slot)
 
-    def _keep(
+    def _receive(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
     ) -> bool:
-        """Receive and seal a part; False if its bytes are damaged. Raises VaultError at a close."""
+        """Receive and seal a part; False if its bytes are damaged. Raises VaultError when the epoch
+        is closed."""
         store, role = self._store, segment.layout.role
         store.open_part(segment, slot, name, epoch)
         found = transports.receive_part(self._channel, segment, slot, name, nbytes)
@@ -233,7 +236,8 @@ class _Connection:
         return True
 
     def _offer(self, message: Mapping[str, Any]) -> Offer:
-        """Return the parts that a message offers. Raises Refused for a wrong sender or moment."""
+        """Return the parts that a message offers. Raises Refused for a sender, epoch, generation,
+        layout or part that cannot be."""
         epoch, role = int(message["epoch"]), int(message["role"])
         generation = Generation.from_list(message["generation"])
         parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}
@@ -270,22 +274,22 @@ class _Connection:
 
     def _describe(self, message: Mapping[str, Any]) -> None:
         """Answer with the layout of a role and, for a generation, the checksums of its parts that
-        peers hold. ``again``: a node that has lost parts of that generation, which are therefore
-        sent to it again."""
-        role, asked, again = int(message["role"]), message.get("generation"), message.get("again")
+        peers hold. If ``again`` is in the message, it is a node that has lost parts of that
+        generation; they are sent to this node again."""
+        role, named, again = int(message["role"]), message.get("generation"), message.get("again")
         elsewhere = dict[str, tuple[int, int]]()
         with self._gate.lock:
             layout = self._store.table.layout(role)
-            if asked is not None:
-                elsewhere = self._store.table.elsewhere(role, Generation.from_list(asked))
-        if asked is not None and again is not None:
-            self._ledger.forget(role, Generation.from_list(asked), int(again))
+            if named is not None:
+                elsewhere = self._store.table.elsewhere(role, Generation.from_list(named))
+        if named is not None and again is not None:
+            self._ledger.forget(role, Generation.from_list(named), int(again))
         described = layout.to_dict() if layout else None
         others = [[name, *checked] for name, checked in elsewhere.items()]
         self._channel.send({"t": "layout", "layout": described, "elsewhere": others})
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
-        """Send a part that another vault asks for. Raises Refused if it is not held."""
+        """Send a part that another vault requests. Raises Refused if it is not held."""
         epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
         generation = Generation.from_list(message["generation"])
         self._require_open(epoch)

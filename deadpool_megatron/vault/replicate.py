@@ -2,7 +2,7 @@
 
 No work is queued: missing copies follow from the table and the ledger. So after a broken
 connection, a stop or restart of the other vault, or a restart of this vault, the threads resume by
-reading them again. Each buddy has its own thread, so no copy waits for another.
+reading table and ledger again. Each buddy has its own thread, so no copy waits for another.
 
 The messages for a generation: the owner sends ``put`` with the parts that it offers, and with the
 checksums of parts that are not sent because peers hold the same bytes. The buddy answers ``need``
@@ -64,7 +64,7 @@ class Sender(threading.Thread, ABC):
         self._channel: Channel | None = None
 
     def _next(self) -> Work | None:
-        """Return the next generation to ship; None, after a wait for a change, when nothing is
+        """Return the next generation to ship; None, after a wait for a change, when no part is
         owed."""
         with self._gate.changed:
             work = self._ledger.shipment(self._layout, self._target, self._epoch)
@@ -72,7 +72,7 @@ class Sender(threading.Thread, ABC):
                 self._gate.changed.wait(_CHECK_SECONDS)
             return work
 
-    def _offered(self, work: Work, **more: object) -> dict[str, Any]:
+    def _offer_message(self, work: Work, **more: object) -> dict[str, Any]:
         """Return the message that offers a generation."""
         generation, places = work
         return {
@@ -139,8 +139,8 @@ class Sender(threading.Thread, ABC):
             channel.close()
 
     def _send_paced(self, channel: Channel, flow: Share, place: Place, view: memoryview) -> None:
-        """Send a part in pieces. ``flow`` sets their pace: all protection traffic has a common
-        limit."""
+        """Send a part in pieces, at the pace that ``flow`` sets: all protection traffic has a
+        common limit."""
         sent, iteration = 0, flow.generation.iteration
         about = {"role": self._layout.role, "iteration": iteration, "to": self._node}
         for piece in flow.pieces(view, self._is_open):
@@ -176,7 +176,7 @@ class Replicator(Sender):
         )
         channel = self._connect()
         elsewhere = self._ledger.elsewhere(self._layout, generation)
-        channel.send(self._offered(work, elsewhere=elsewhere))
+        channel.send(self._offer_message(work, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._handle_refusal(refused, generation, places)
@@ -194,7 +194,7 @@ class Replicator(Sender):
                 flow.end()
         kept = {place.name for place in places} - wanted | {*answer["parts"]}
         names = [place.name for place in places if place.name in kept]
-        self._ledger.shipped(self._layout.role, nbytes, self._epoch)
+        self._ledger.count_shipped(self._layout.role, nbytes, self._epoch)
         if answer["t"] == "sealed":
             self._ledger.acknowledge(self._layout, generation, self._node, names, self._epoch)
         damaged = [place for place in places if place.name not in kept]
@@ -247,8 +247,8 @@ class LocalCopier(Sender):
         return len(copied) == len(places)
 
     def _copy_parts(self, generation: Generation, places: list[Place]) -> list[str]:
-        """Copy the parts and return the names of those sealed, none while no slot is free. Raises
-        VaultError when memory is short, or at a close."""
+        """Copy the parts and return the names of the sealed parts: none while no slot is free.
+        Raises VaultError when memory is short or the epoch is closed."""
         store = self._store
         names = [place.name for place in places]
         segment = slot_memory.ensure_copy(store, self._layout, generation)

@@ -5,9 +5,10 @@ damaged bytes is dropped; a source that cannot be reached, or has not adopted th
 retried until the deadline. After the last source the schemes of the role's recipe produce the part.
 All checked parts are written to a slot of the member's own segment, as if it had written them.
 
-A role of another size than the generation's cuts its parts from those of several old roles. The
-bytes that it needs are copied to its slot while an old part arrives, and its part is sealed after
-all of these have matched their checksums, so that no memory is taken for parts of old roles.
+If the generation was computed at another size, a role cuts its parts from the parts of several old
+roles. The bytes that it needs are copied to its slot while an old part arrives, and its own part is
+sealed after all these old parts have matched their checksums. So only old parts that have to be
+decoded take memory.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 T = TypeVar("T")
-# Node, role, and the reason why its bytes could not be used.
-Tried = tuple[int, int, str]
+# Node and role of a source, and the reason why its bytes could not be used.
+Failure = tuple[int, int, str]
 # Takes bytes of an old part, with their offset in it.
 Put = Callable[[int, memoryview], None]
 
@@ -60,7 +61,8 @@ class _SourceUnusable(Exception):
 
 
 class _NoSlotYet(ConnectionError):
-    """A thread of a closed epoch still holds the slot; retried as an unreachable source is."""
+    """A thread of a closed epoch still holds the slot. The fetch is retried, as from an unreachable
+    source."""
 
 
 class _Wanted(NamedTuple):
@@ -71,9 +73,9 @@ class _Wanted(NamedTuple):
 
 
 class Restorer:
-    """Gets the parts of a role for an epoch. One thread.
+    """Gets the parts of a role for an epoch. For one thread.
 
-    A role of another size has no seat: its parts are read only, and decoded into a copy of it.
+    A role of another size has no seat: its parts are only read, or decoded into a copy segment.
     """
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int) -> None:
@@ -95,8 +97,8 @@ class Restorer:
         self._old_layouts: dict[int, RoleLayout] = {}
 
     def describe(self, layout_hash: str = "") -> RoleLayout | None:
-        """Return the layout of the role from its sources, so that fetching can start early;
-        ``layout_hash``: that with this hash only, which this node may have, too."""
+        """Return the layout of the role from its sources, so that fetching can start early. With
+        ``layout_hash``, return only a layout with this hash, possibly from this node."""
         with self._gate.lock:
             held = self._store.table.layout(self._role)
         if held is not None and held.layout_hash == layout_hash:
@@ -143,7 +145,7 @@ class Restorer:
 
     def _wanted(self, layout: RoleLayout) -> list[_Wanted]:
         sources = self._record.restore.sources.get(self._role, {})
-        # Extras first: a node that has them knows the checksums of what it lacks.
+        # Extras come first: a node that has them knows the checksums of the parts that it lacks.
         names = (self._extras, *layout.shard_parts)
         return [_Wanted(name, sources.get(name, ())) for name in names]
 
@@ -171,14 +173,14 @@ class Restorer:
 
     def _first_of(
         self, wanted: _Wanted, deadline: float, fetch: Callable[[Source], T]
-    ) -> T | list[Tried]:
-        """Return the result of ``fetch`` for the first source with which it succeeds, or the
-        failures of all."""
-        tried: list[Tried] = []
+    ) -> T | list[Failure]:
+        """Return the result of ``fetch`` for the first source for which it succeeds, or the
+        failures of all sources."""
+        tried: list[Failure] = []
         here = Source(self._gate.node, self._role)
         sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
-            # A node that was slow to answer for a part is tried last for the next.
+            # A node that could not be reached for a part is tried last for the next part.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
                 self._gate.require_open(self._record.epoch)
                 try:
@@ -197,11 +199,11 @@ class Restorer:
         return tried
 
     def _rebuild(
-        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Tried], deadline: float
+        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Failure], deadline: float
     ) -> Place:
         """Produce a part that no node holds whole. Raises RestoreUnavailable."""
         if recipe.decodings:
-            if self._decoder is None:  # imported where parts are coded only
+            if self._decoder is None:  # imported only where parts are coded
                 from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
                 self._decoder = Decoder(self._store, self._record, self._role, self._target)
@@ -215,7 +217,8 @@ class Restorer:
     # Cutting.
 
     def _cut_part(self, layout: RoleLayout, name: str, deadline: float) -> Place:
-        """Cut a part from those of old roles. Raises CutRefused, if they are not the reason."""
+        """Cut a part from the parts of old roles. Raises CutRefused if their layouts do not give
+        it, RestoreUnavailable if a part of them cannot be had."""
         store, epoch = self._store, self._record.epoch
         nbytes = next(part.nbytes for part in layout.parts if part.name == name)
         spans, gaps = self._spans(layout, name, nbytes, deadline)
@@ -241,8 +244,8 @@ class Restorer:
     def _spans(
         self, layout: RoleLayout, name: str, nbytes: int, deadline: float
     ) -> tuple[dict[shard_map.RolePart, list[Span]], list[tuple[int, int]]]:
-        """Return the spans of old parts of which a part consists, and the gaps between them. The
-        layouts of old roles come from this node or their sources, until enough of them are known.
+        """Return the spans of old parts of which a part consists, and the gaps between them. Get
+        layouts of old roles, from this node or their sources, until they suffice.
         """
         known = self._old_layouts
         while True:
@@ -272,8 +275,9 @@ class Restorer:
         opened: Callable[[], AbstractContextManager[Put]],
         deadline: float,
     ) -> None:
-        """Hand out a part of this role, which has no seat, from its start as often as it takes. At
-        the return the whole part has matched its checksum."""
+        """Put the bytes of a part of this role, which has no seat, into ``opened()``. After a
+        failure, begin again at the first byte. At the return the whole part has matched its
+        checksum."""
         sources = self._record.restore.sources.get(self._role, {}).get(name, ())
         wanted = _Wanted(name, sources)
         size = self._store.settings.chunk_bytes
@@ -308,7 +312,7 @@ class Restorer:
     # Sources.
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
-        """Return checked bytes that this node holds for the role, in the right layout."""
+        """Return the place of checked bytes that this node holds for the role, in this layout."""
         with self._gate.lock:
             places = self._store.table.find(self._role, self._generation, wanted.name)
             self._known_sums |= self._store.table.elsewhere(self._role, self._generation)
@@ -328,7 +332,7 @@ class Restorer:
 
     def _copy(self, layout: RoleLayout, wanted: _Wanted, place: Place) -> Place | int:
         """Copy a part from a copy of the role, or from the slots of a process that had the role
-        here. Returns the wrong checksum of damaged bytes."""
+        here. Return the new place, or the wrong checksum of damaged bytes."""
         with self._target(layout) as (segment, slot):
             slot_memory.require_fit(segment, {wanted.name: place.nbytes})
             return self._store.copy_part(place, segment, slot, self._record.epoch)
@@ -338,7 +342,7 @@ class Restorer:
             return self._find(layout, wanted)
         store, epoch = self._store, self._record.epoch
         generation, name = self._generation, wanted.name
-        if name == self._extras and source.role == self._role:  # another role's sums are of its own
+        if name == self._extras and source.role == self._role:  # no other role has its checksums
             channel = self._channel(source.node)
             self._known_sums |= transport.ask_elsewhere(channel, source, generation)
         channel, nbytes, expected = self._ask(wanted, source)
@@ -359,7 +363,7 @@ class Restorer:
             return store.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
     def _ask(self, wanted: _Wanted, source: Source) -> tuple[transport.Channel, int, int]:
-        """Request a part, and return its bytes and checksum with the channel on which it comes."""
+        """Request a part, and return the channel on which it arrives, its bytes and checksum."""
         channel, epoch = self._channel(source.node), self._record.epoch
         try:
             about = transport.ask_part(channel, epoch, source, self._generation, wanted.name)
@@ -374,19 +378,19 @@ class Restorer:
             raise _SourceUnusable("checksum does not match")
 
     def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float) -> Place:
-        """Read a part from the dump files of the role, or of a role with the same bytes, or rebuild
-        it from the files of other roles. Only a rebuild reads the headers of all files, as a large
+        """Read a part from the dump files of the role, or of a role with the same bytes, or decode
+        it from the files of other roles. Only decoding reads the headers of all files, as a large
         run has thousands of files."""
-        tried: list[Tried] = []
+        tried: list[Failure] = []
         directory = Path(self._record.restore.path)
-        same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
-        for role in (self._role, *(other for other in same if other != self._role)):
+        replicas = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
+        for role in (self._role, *(other for other in replicas if other != self._role)):
             for dumped in dump_files(directory, role):
                 has_part, reason = self._look_in(dumped, layout, wanted)
                 if has_part:
                     try:
                         place = self._read_when_free(dumped, layout, wanted, deadline)
-                    except OSError as error:  # its disk fails: try the next place
+                    except OSError as error:  # the disk fails: try the next file
                         if is_shortage(error):
                             raise
                         place, reason = None, f"{type(error).__name__}: {error}"
@@ -402,8 +406,8 @@ class Restorer:
         raise RestoreUnavailable(wanted.name, tuple(tried))
 
     def _look_in(self, dumped: Segment, layout: RoleLayout, wanted: _Wanted) -> tuple[bool, str]:
-        """Return whether a file has the part, and the reason to report if it has not, or if its
-        bytes are damaged."""
+        """Return whether a file has the part, and the reason to report: that the file lacks it, or,
+        if its bytes turn out to be damaged, their checksum."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
                 return False, "other layout"
@@ -446,8 +450,8 @@ class Restorer:
 
     @contextlib.contextmanager
     def _target(self, layout: RoleLayout) -> Iterator[tuple[Segment, int]]:
-        """Claim the slot for the generation, only while bytes arrive: a thread of a closed epoch
-        that still waits for a connection must not keep it."""
+        """Claim the slot for the generation, but only while bytes arrive: a thread of a closed
+        epoch that still waits for a connection must not keep the slot."""
         store, epoch = self._store, self._record.epoch
         if self._seat is None:
             segment = slot_memory.ensure_copy(store, layout, self._generation)

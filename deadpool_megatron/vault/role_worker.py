@@ -1,7 +1,7 @@
 """The work for a role that is seated on this node in an epoch: restore, seal, start replication.
 
-The slots drive it, not messages: a message of the member only triggers a check of the slots, so no
-work is lost when the vault or the member dies between two steps. The thread that receives the
+The slots drive this work, not messages: a message of the member only triggers a check of the slots,
+so no work is lost when the vault or the member dies between two steps. The thread that receives the
 message seals; the worker's own thread checks once a second for parts that are left to seal.
 """
 
@@ -21,7 +21,7 @@ from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.slot_store import SlotStore
 
 log = logging.getLogger(__name__)
-# Answers a member that waits for its state: with the places, or the reason why none exist.
+# Answers a member that waits for its state, with the places of its parts or with an error.
 RestoreAnswer = Callable[[dict[str, Place] | VaultError], None]
 
 
@@ -112,27 +112,27 @@ class RoleWorker(threading.Thread):
 
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
-            wanted = bool(self._waiting)
-        if not wanted and self._is_over():
+            is_requested = bool(self._waiting)
+        if not is_requested and self._is_superseded():
             self._outcome = None
             return
         corrupt = self._corrupt_part()
         if corrupt:
             self._outcome = None
-        if self._outcome is None and not wanted and not self._may_restore_unasked():
+        if self._outcome is None and not is_requested and not self._may_restore_early():
             return
-        if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
+        if self._outcome is None or (is_requested and isinstance(self._outcome, VaultError)):
             try:
                 self._outcome = self._restorer.obtain(layout)
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
-                if corrupt:  # the commit gate is blocked on it: close the epoch
+                if corrupt:  # the commit gate waits for this part: close the epoch
                     restored = self._restored
                     self._store.on_bad(self.epoch, self._role, restored, corrupt)
         self._answer(self._outcome)
 
-    def _is_over(self) -> bool:
+    def _is_superseded(self) -> bool:
         """Return whether a generation after the restored generation is committed: then no restore
         needs the restored generation again."""
         with self._gate.lock:
@@ -150,14 +150,14 @@ class RoleWorker(threading.Thread):
                 return place.name
         return ""
 
-    def _may_restore_unasked(self) -> bool:
+    def _may_restore_early(self) -> bool:
         """Return whether to restore before the member requests it.
 
-        A member that requests a restore waits, and does not write. Before that it may be stopped
-        between any two stores of the last epoch. So no slot is used that it may have chosen: either
-        it has never used any, or a slot holds the generation already, which it does not overwrite.
-        After a restart of the vault, a generation that the member has passed in this epoch is not
-        restored either.
+        A member that requests a restore waits, and does not write. Before its request it may be
+        stopped between any two stores of the last epoch, so no slot may be used that it may have
+        chosen. Two cases are safe: the member has never used a slot, or a slot holds the generation
+        already, which the member does not overwrite. After a restart of the vault, a generation
+        that the member has passed in this epoch is not restored either.
         """
         restored = self._restored
         with self._gate.lock:
@@ -204,8 +204,8 @@ class RoleWorker(threading.Thread):
             digests = {}
             for name, (entry, view) in filled.parts.items():
                 digests[name] = found = checksum(view)
-                # An earlier vault had sealed the part, which has changed since: its checksum is
-                # right, not that of the present bytes.
+                # An earlier vault had sealed the part, whose bytes have changed since: its checksum
+                # is right, not the checksum of the present bytes.
                 if entry.state is PartState.SEALED and entry.checksum != found:
                     del digests[name]
                     store.mark_bad(Place.of(segment, slot, name, entry), found)

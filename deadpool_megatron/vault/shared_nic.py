@@ -1,17 +1,17 @@
 """The pace of a generation's bytes: they are sent as soon as a share of the NIC allows.
 
 A node that is lost before its newest generation was sent costs the iterations since the generation
-before, so copies leave early: at once while training does not use the NIC. While it does they are
-spread evenly, at no more than their share (FFTrainer sends in idle gaps; REFT calls its kind HAS),
-and accelerate when a gate comes near. Without knowledge of training's traffic they are spread
-evenly all the time, over at most the first half of the available time. That time is learned from
-past generations: from the seal until a member waits for it, or until the next seal. Holding back
-ends at once where it would delay training.
+before, so copies leave early. While training does not use the NIC, they leave at once. While
+training uses it, they are spread evenly, at no more than their share, and accelerate when a gate
+comes near. (FFTrainer also sends in idle gaps; REFT's counterpart is its HAS.) Without knowledge of
+training's traffic, copies are always spread evenly, over at most the first half of the available
+time. That time is learned from past generations: it is the time from a seal until a member waits
+for the generation, or until the next seal. A copy that delays training is no longer held back.
 
 Training's bytes are those that the interface of the vault's address has sent, less those that TCP
-has sent for the vault. That needs no hook in the training process. Other traffic of the interface,
-of other vaults too, counts as training: copies must not delay it. Restores are not paced, because
-no training runs meanwhile.
+has sent for the vault. No hook in the training process is needed. Other traffic of the interface,
+that of other vaults included, counts as training: copies must not delay it. Restores are not paced,
+because no training runs meanwhile.
 """
 
 from __future__ import annotations
@@ -35,49 +35,52 @@ from deadpool_megatron.vault.transport import Sent, begin_thread
 
 log = logging.getLogger(__name__)
 
-# Share of the available time without knowledge of training's traffic. Data-parallel training
-# reduces gradients in the second half of an iteration: before that copies disturb nothing, and
-# uneven iterations have some slack.
+# The part of the available time over which copies are spread without knowledge of training's
+# traffic. Data-parallel training reduces gradients in the second half of an iteration: in the first
+# half copies disturb nothing, and uneven iterations have some slack.
 HALF = 0.5
-# The same where copies find the gaps of training's traffic. The rest is left for uneven iterations,
-# and for training that sends all the time: then late copies get half of the NIC.
+# The part of the available time at whose end copies that use gaps of training's traffic are sent at
+# full speed. The remaining time is for uneven iterations, and for training that sends without gaps:
+# it then shares the NIC with late copies half and half.
 LATEST = 0.7
-# Share of the NIC while training sends and gaps are likely: there were some last time.
+# Share of the NIC while training sends and gaps are likely: the last shipment went in gaps.
 _GAPS_LIKELY_SHARE = 0.05
-# Full speed until there are enough intervals. The median of the newest is used: evaluations and
-# saves among them do not move it.
+# Copies are sent at full speed until this number of intervals is known. The median of the newest
+# intervals is used, so that single evaluations and saves do not change it.
 _MIN_INTERVALS, _MAX_INTERVALS = 3, 15
 # A closed gate shows the time that is really available. That time is used for this number of
 # iterations, then the whole iteration is tried again.
 _GATE_ITERATIONS = 64
 _MAX_GATES = 5
 _MAX_SEALS = 16
-# The time of a piece at the current rate, within limits: evenly spread, but with few wake-ups of a
-# thread that waits for the interpreter (every 2 ms they cost as much as the bytes).
+# The time of a piece at the current rate, within limits. Shorter pieces would be spread more
+# evenly, but each wakes a thread that has to wait for the interpreter: a wake-up every 2 ms costs
+# as much as the bytes.
 _PIECE_SECONDS = 0.016
 _MIN_PIECE_BYTES = 64 << 10
-# A slower rate would disturb training as much, and a receiver would drop a connection without a
-# piece for tens of seconds.
+# Bytes per second. A slower rate would disturb training as much, and a receiver would drop a
+# connection on which no piece arrives for tens of seconds.
 MIN_RATE = 1 << 20
-# Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
+# Bounds what a lost wake-up could cost, and the time until the end of an epoch is noticed.
 _LONGEST_WAIT_SECONDS = 0.1
 _GIGABIT = 1_000_000_000
 _MIN_SAMPLE_BYTES = 1 << 18  # shorter shipments are over before they have a speed
-# Between two readings of the interface's counters, while copies wait for their pace.
+# The time between two readings of the interface's counters, while copies wait for their pace.
 _READ_SECONDS = 0.01
-# Between what TCP has handed over and what the interface has counted lie some milliseconds of
-# packets in queues. In such a time they come to less than the least share.
+# The time over which readings are compared. Packets of some milliseconds are in queues: TCP has
+# counted them, and the interface has not. In this time they come to less than _MIN_SHARE.
 SPAN_SECONDS = 0.05
 # Traffic below this share of the NIC is not disturbed, and may be acknowledgements.
 _MIN_SHARE = 0.1
-_HEADERS = 1.05  # of packets that are not joined, which the interface counts and TCP does not
-# The interface must count at least this of what was sent, once that was a share of the link.
+_HEADERS = 1.05  # factor for headers, which the interface counts and TCP does not
+# The interface must count at least this part of the bytes that TCP has sent, once TCP has sent at
+# this share of the link's speed.
 _COUNTED, _MIN_SAMPLE_SHARE = 0.1, 0.25
 _SYSFS = Path("/sys/class/net")
 _COUNTERS = Path("/proc/self/net/dev")  # in the network namespace of the process, unlike /sys
 _SENT_COLUMN = 8  # after the name: eight columns for receipt, then the bytes sent
 _SIOCGIFADDR = 0x8915
-_BYTES_PER_WORD = 4  # in which port_xmit_data counts
+_BYTES_PER_WORD = 4  # port_xmit_data counts words
 _ARPHRD_INFINIBAND = "32"
 
 
@@ -91,7 +94,7 @@ def interface_of(address: str) -> str:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
-                continue  # it has no address
+                continue  # the interface has no address
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
@@ -100,9 +103,9 @@ def interface_of(address: str) -> str:
 class Pace:
     """The time that is available for the generations of a role. Not thread-safe.
 
-    ``now`` is monotonic time in seconds. ``fit``: for the newest committed generation the seconds
-    of shipping without delays by the pace, the available seconds, and those from seal to commit
-    (None: not known).
+    ``now`` is monotonic time in seconds. ``fit`` has three times of the newest committed
+    generation, in seconds (None: not known): that of shipping, without delays by the pace, the
+    available time, and the time from seal to commit.
     """
 
     def __init__(self) -> None:
@@ -111,7 +114,7 @@ class Pace:
             "window_seconds": None,
             "commit_seconds": None,
         }
-        self.shipped: dict[Generation, float] = {}  # seconds that its slowest copy took
+        self.shipped: dict[Generation, float] = {}  # seconds that the slowest copy took
         self.finds_gaps = False  # most of the newest shipment went in gaps of training's traffic
         self.seals: dict[Generation, float] = {}
         self._intervals: deque[float] = deque(maxlen=_MAX_INTERVALS)
@@ -137,13 +140,13 @@ class Pace:
         """Note that the role's member waits at its gate until ``generation`` is committed."""
         self._awaited = generation
         if self._committed is not None and generation <= self._committed:
-            return  # the messages have crossed, or it waits for later extras
+            return  # the messages have crossed, or the member waits for later extras
         self._waiting = generation, now
-        if len(self._intervals) >= _MIN_INTERVALS:  # before, nothing was held back
+        if len(self._intervals) >= _MIN_INTERVALS:  # before, no copy was held back
             self._gates.append((generation.iteration, now - self.seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
-        """Note that ``generation`` is committed, and a waiting member continues."""
+        """Note that ``generation`` is committed, so that a waiting member continues."""
         self._committed = generation
         if self._waiting is not None and self._waiting[0] <= generation:
             self._stall_seconds += now - self._waiting[1]
@@ -157,7 +160,7 @@ class Pace:
         }
 
     def seconds(self) -> float | None:
-        """Return the available time for a generation; None while too few are known."""
+        """Return the available time for a generation; None while too few intervals are known."""
         if len(self._intervals) < _MIN_INTERVALS or self._newest is None:
             return None
         usual = statistics.median(self._intervals)
@@ -167,22 +170,22 @@ class Pace:
 
     def is_late(self, generation: Generation) -> bool:
         """Return whether a member waits for the generation, or a newer generation is ready."""
-        awaited = self._awaited is not None and generation <= self._awaited
-        return awaited or (self._newest is not None and generation < self._newest)
+        is_awaited = self._awaited is not None and generation <= self._awaited
+        return is_awaited or (self._newest is not None and generation < self._newest)
 
 
 class SharedNic:
     """The NIC that sends all copies of a node: the interface ``name`` (empty: not known), its
-    speed, its use, and the hard limit. Thread-safe; no other lock is taken while its lock is held.
-    Tests replace the files."""
+    speed, its use, and the rate limit. Thread-safe; no other lock is taken while its lock is held.
+    Tests replace the files of ``sysfs`` and ``counters``."""
 
     def __init__(
         self, settings: Settings, name: str = "", sysfs: Path = _SYSFS, counters: Path = _COUNTERS
     ) -> None:
         self.name = name
         self._directory, self._counters = sysfs / name, counters
-        # RDMA passes by the counters of an Ethernet interface. Those of an InfiniBand port have
-        # the traffic of the IP interface on it as well.
+        # The counters of an Ethernet interface lack RDMA. Those of an InfiniBand port include the
+        # traffic of the IP interface on it.
         ports = self._directory.glob("device/infiniband/*/ports/*/counters/port_xmit_data")
         self._rdma_ports = sorted(ports) if name else []
         self._is_infiniband = bool(self._rdma_ports) and self._read("type") == _ARPHRD_INFINIBAND
@@ -190,10 +193,10 @@ class SharedNic:
         self.copies = max(1, settings.replicas)  # copies of a generation, sent in parallel
         self.fills_gaps = settings.link_gaps == "on"
         # Bytes per second: the speed that the interface reports, which may exceed that of its
-        # network; the best measured speed, which may be below that of the NIC.
-        self._stated, self.seen = self.stated(), 0.0
+        # network, and the best measured speed, which may be below that of the NIC.
+        self._reported_speed, self.measured_speed = self.reported_speed(), 0.0
         self.shares: set[Share] = set()
-        self.closed_bytes = 0  # that TCP has sent for shipments which are over
+        self.closed_bytes = 0  # sent by TCP for shipments that have ended
         self.is_watched = self.is_idle = False
         self._readings: deque[tuple[float, int, int]] = deque()
         self.changed = threading.Condition()
@@ -203,7 +206,7 @@ class SharedNic:
         self.burst_bytes = piece_bytes(rate, settings.chunk_bytes)
         self._full_at = 0  # when the limit allows the next byte, in ns times bits a second
 
-    # Its speed and its use.
+    # Speed and use of the interface.
 
     def _read(self, name: str) -> str:
         try:
@@ -211,7 +214,7 @@ class SharedNic:
         except OSError:
             return ""
 
-    def stated(self) -> float:
+    def reported_speed(self) -> float:
         """Return the speed per direction that the interface reports, 0 if none. A virtual interface
         (veth in a container) reports a meaningless speed."""
         has_hardware = any((self._directory / part).exists() for part in ("device", "bonding"))
@@ -219,8 +222,8 @@ class SharedNic:
         return int(text) * 1e6 / 8 if text.isdigit() else 0.0
 
     def sent_bytes(self) -> int:
-        """Return the bytes that it has sent so far, by RDMA too. Raises OSError or ValueError where
-        they are not counted."""
+        """Return the bytes that the interface has sent so far, by RDMA too. Raises OSError or
+        ValueError where they are not counted."""
         if not self.name:
             raise OSError("the vault's address is of no known interface")
         total = _BYTES_PER_WORD * sum(int(port.read_bytes()) for port in self._rdma_ports)
@@ -235,9 +238,9 @@ class SharedNic:
     def speed(self) -> tuple[float, str]:
         """Return the best known speed in bytes per second, 0 while none is known, and its
         source."""
-        if self._stated:
-            return self._stated, "the network interface"
-        return self.seen, "the most that was seen on it" if self.seen else ""
+        if self._reported_speed:
+            return self._reported_speed, "the network interface"
+        return self.measured_speed, "the most that was seen on it" if self.measured_speed else ""
 
     def watch(self) -> None:
         """Read the counters while a shipment is paced; runs in its own thread."""
@@ -252,10 +255,10 @@ class SharedNic:
             try:
                 began = time.monotonic()
                 sent_bytes = self.sent_bytes()
-                if time.monotonic() - began > _READ_SECONDS:  # the time of the reading is not known
+                if time.monotonic() - began > _READ_SECONDS:  # their time is too uncertain
                     continue
                 with self.changed:
-                    if (is_idle := self.reads(began, sent_bytes, own_bytes)) is not self.is_idle:
+                    if (is_idle := self.compare(began, sent_bytes, own_bytes)) is not self.is_idle:
                         self.is_idle = is_idle
                         self.changed.notify_all()
             except (OSError, ValueError) as error:
@@ -264,20 +267,20 @@ class SharedNic:
                     self.is_watched = self.is_idle = self.fills_gaps = False
                 return
 
-    def reads(self, now: float, sent_bytes: int, own_bytes: int) -> bool:
-        """Return whether only the vault uses the NIC, by the latest readings; False while too
-        little is known. ``own_bytes``: sent by TCP for the vault, read before
-        ``sent_bytes``. Raises ValueError when the counters do not move."""
+    def compare(self, now: float, sent_bytes: int, own_bytes: int) -> bool:
+        """Add a reading, compare it with earlier readings, and return whether only the vault uses
+        the NIC; False while too little is known. ``own_bytes``: sent by TCP for the vault, read
+        before ``sent_bytes``. Raises ValueError when the counters do not move."""
         readings = self._readings
         readings.append((now, sent_bytes, own_bytes))
-        # The oldest reading is the newest that is at least a span old.
+        # Keep only the newest of the readings that are at least a span old.
         while len(readings) > 2 and now - readings[1][0] >= SPAN_SECONDS:
             readings.popleft()
         seconds, sent, own = (a - b for a, b in zip(readings[-1], readings[0], strict=True))
         if seconds < SPAN_SECONDS:
             return False
-        # Early shipments, which nothing holds back, had to share the link with training.
-        self.seen = max(self.seen, sent / seconds)
+        # Shipments at full speed had to share the link with training, so all its bytes count.
+        self.measured_speed = max(self.measured_speed, sent / seconds)
         capacity_bytes = self.speed()[0] * seconds
         if own > _MIN_SAMPLE_SHARE * capacity_bytes and sent < _COUNTED * own:
             raise ValueError("its counters do not move while copies are sent")
@@ -290,7 +293,8 @@ class SharedNic:
         return self.paces.setdefault(role, Pace())
 
     def begin(self) -> None:
-        """Drop all paces: a new epoch has other placements, perhaps another speed of training."""
+        """Drop all paces: a new epoch has other placements, and perhaps another speed of
+        training."""
         with self.changed:
             self.paces = {}
             self.changed.notify_all()
@@ -298,7 +302,8 @@ class SharedNic:
     def note(
         self, method: Callable[[Pace, Generation, float], None], role: int, generation: Generation
     ) -> dict[str, float | None]:
-        """Call a method of the pace of a role now, and return its ``fit``."""
+        """Call a method of the pace of a role with the present time, and return the pace's
+        ``fit``."""
         with self.changed:
             method(self.pace(role), generation, time.monotonic())
             self.changed.notify_all()
@@ -310,21 +315,23 @@ class SharedNic:
             return {role: pace.fit for role, pace in self.paces.items()}
 
     def let_through(self, nbytes: int, now_ns: int) -> int:
-        """Reserve ``nbytes``, at most a burst, and return when they may be sent: at most
-        ``burst_bytes`` + rate * t in any time t. The generic cell rate algorithm."""
+        """Reserve ``nbytes``, at most a burst, and return the time (monotonic ns) at which they may
+        be sent. By the generic cell rate algorithm at most ``burst_bytes`` + rate * t pass in any
+        time t."""
         if not self._bits:
             return now_ns
-        burst, takes = self.burst_bytes * 8_000_000_000, nbytes * 8_000_000_000
-        self._full_at = max(self._full_at, now_ns * self._bits) + takes
+        burst, need = self.burst_bytes * 8_000_000_000, nbytes * 8_000_000_000
+        self._full_at = max(self._full_at, now_ns * self._bits) + need
         return max(now_ns, -((burst - self._full_at) // self._bits))
 
 
 class Share(AbstractContextManager["Share"]):
     """A shipment of ``nbytes`` by a ``with`` statement: spread evenly over ``seconds`` (0: at full
-    speed) from the seal on, or faster when it is late or would be.
+    speed) from the seal on, or faster when it is late or would become late.
 
     The restored generation of an epoch is shipped at full speed: until it has arrived a second loss
-    would be fatal, which is worse than a burst. ``sent``: counters of its channel. One thread.
+    would be fatal, which is worse than a burst. ``sent`` returns the counters of the shipment's
+    channel. For one thread.
     """
 
     def __init__(
@@ -348,10 +355,10 @@ class Share(AbstractContextManager["Share"]):
             sealed, window = nic.pace(role).seals.get(generation), nic.pace(role).seconds()
             if generation.lineage == epoch and sealed is not None and window and nbytes:
                 self._hold_back(sealed, window)
-        self.is_free = not self.seconds  # from the start
+        self.is_free = not self.seconds  # at full speed from the start
 
     def _hold_back(self, sealed: float, window: float) -> None:
-        """Spread the shipment over the available time from its seal on."""
+        """Spread the shipment over a part of the available time ``window``, from its seal on."""
         nic = self._nic
         self._begin, self._speed = sealed, nic.speed()[0] / (len(nic.paces) * nic.copies)
         has_gaps = nic.fills_gaps and nic.pace(self._role).finds_gaps
@@ -418,14 +425,14 @@ class Share(AbstractContextManager["Share"]):
         return 0.0 if not self.seconds or self._nic.is_idle else self.due() - time.monotonic()
 
     def end(self) -> None:
-        """Record the time of the shipment, which has arrived, without the delays by the pace, but
-        at least the time in which its bytes were on their way."""
+        """Record the time of the shipment after its arrival: without the delays by the pace, but at
+        least the time during which sent bytes were not acknowledged."""
         busy = self._sent().busy_seconds - self._sent_before.busy_seconds
         seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
         with self._nic.changed:
             if self.is_free and self.sent_bytes >= _MIN_SAMPLE_BYTES:
                 speed = self.sent_bytes / max(seconds, 1e-9)
-                self._nic.seen = max(self._nic.seen, speed)
+                self._nic.measured_speed = max(self._nic.measured_speed, speed)
             pace = self._nic.pace(self._role)
             pace.finds_gaps = 2 * self.gap_bytes > self.sent_bytes
             shipped = pace.shipped

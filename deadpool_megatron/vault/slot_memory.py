@@ -1,18 +1,19 @@
 """Memory for slots and blocks, and the release of parts that are no longer owed.
 
-The memory of an own segment may be allocated before its process has a role: a spare process parks
-slots, and its vault gives them the name of the role, or creates others. Only the vault names them,
-whether it or the member needs them first.
+A spare process may allocate the memory of its own slots before it has a role: it parks slots. Later
+its vault gives them the name of the role, or creates other slots. Only the vault names slots,
+whether the vault or the member needs them first.
 
 After a change of plan or nodes, a vault keeps the parts of the earlier record until newer parts
-have replaced them. Both together may exceed the limit, and the new parts would wait for memory that
-is freed only after they have arrived. So old parts are freed as soon as possible:
+have replaced them. Old and new parts together may exceed the limit, and new parts would then wait
+for memory that is freed only after they have arrived. So old parts are freed as soon as possible:
 
-* unsealed parts in slots without a writer: at once;
-* sealed parts that no role of the open epoch owes to this node: those older than the restored
-  generation at once, the restored generation when an offer proves that all roles have committed it
-  again. With 2+N slots any newer generation proves it: a collective keeps all roles at the gate
-  that waits for it. With 3+N the second generation after it does (design, section 4).
+* Unsealed parts in slots without a writer are freed at once.
+* Sealed parts that no role of the open epoch owes to this node are freed at once if they are older
+  than the restored generation. Those of the restored generation are freed when an offer proves that
+  all roles have committed it again. With 2+N slots any newer generation is proof, because a
+  collective keeps all roles at the gate for the restored generation. With 3+N slots the second
+  newer generation is proof (docs/design.md, "Slots and the gate").
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def ensure_own(
     """Return the segment of the member on ``seat``, created if necessary: when the member
     registers, or earlier for restored parts.
 
-    ``epoch``: that of the restore. Raises OutOfSpace; VaultError when the layouts differ or that
-    epoch is over.
+    ``epoch``: the epoch of the restore. Raises OutOfSpace; VaultError when the layouts differ or
+    that epoch is over.
     """
     path = store.table.directory / segments.own_name(layout.role, seat)
     with store.creation_lock(layout.role):
@@ -53,7 +54,7 @@ def ensure_own(
         with store.gate.lock:
             is_over = epoch is not None and not store.gate.is_open(epoch)
             if is_over and is_new and store.gate.own_roles().get(layout.role) != seat:
-                path.unlink()  # no later adoption would remove it
+                path.unlink()  # no later adoption would remove this file
             else:
                 segment = store.attach(path.name)
             if is_over:
@@ -67,14 +68,14 @@ def ensure_own(
 
 
 def ensure_copy(store: SlotStore, layout: RoleLayout, generation: Generation) -> Segment:
-    """Return the segment for offered parts of a role that is seated elsewhere. Raises VaultError
-    without memory, or when layouts differ."""
-    return _with_space(store, generation, lambda: _ensure(store, layout))
+    """Return the segment for offered parts of a role that is seated elsewhere. Raises OutOfSpace,
+    or VaultError when layouts differ."""
+    return _with_space(store, generation, lambda: _copy_segment(store, layout))
 
 
 def _with_space(store: SlotStore, offered: Generation | None, make: Callable[[], T]) -> T:
-    """Call ``make``, and on OutOfSpace again after freeing the memory that is not needed once
-    ``offered`` (or the restored generation) is offered."""
+    """Call ``make``. On OutOfSpace, free the memory that is not needed once ``offered`` (without
+    it, the restored generation) is offered, and call ``make`` again."""
     try:
         return make()
     except OutOfSpace:
@@ -85,8 +86,8 @@ def _with_space(store: SlotStore, offered: Generation | None, make: Callable[[],
     return make()
 
 
-def _ensure(store: SlotStore, layout: RoleLayout) -> Segment:
-    """Return a segment whose slots get their memory at their first use."""
+def _copy_segment(store: SlotStore, layout: RoleLayout) -> Segment:
+    """Return the segment for copies of a role, whose slots get their memory at their first use."""
     node, name = store.gate.node, copy_name(layout.role)
     with store.creation_lock(layout.role):
         with store.gate.lock:
@@ -124,8 +125,8 @@ def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
 
 
 def own_slots_missing(store: SlotStore) -> bool:
-    """Return whether memory is limited and a member still lacks its slots: it would fail without
-    memory for them, while a copy that is refused is offered again."""
+    """Return whether memory is limited and a member still lacks its slots: without memory for them
+    the member would fail, while a refused copy is offered again."""
     with store.gate.lock:
         return bool(store.settings.memory_bytes) and any(
             store.table.own(role, seat) is None for role, seat in store.gate.own_roles().items()
@@ -140,10 +141,10 @@ def give_back(store: SlotStore, offered: Generation) -> bool:
         if record is None or scheme is None or not gate.open_epoch:
             return False
         restored = record.restore.generation
-        later = successors_by(record, offered)(restored)
-        # Roles of another size, whose parts are the oldest here, may have had fewer slots.
+        successors = successors_by(record, offered)(restored)
+        # The oldest parts here may be of roles of another size, which had fewer slots.
         slots = max((held.layout.slots for held in table.segments.values()), default=0)
-        has_proof = later >= (1 if slots <= 2 + store.settings.max_lag else 2)
+        has_proof = successors >= (1 if slots <= 2 + store.settings.max_lag else 2)
         for segment in table.segments.values():
             if segment.seat is not None:
                 continue
@@ -174,9 +175,9 @@ def remove_unneeded(store: SlotStore) -> None:
         if not unused or record is None or not store.gate.open_epoch:
             return
         newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
-        later = successors_by(record, newest or record.restore.generation)
+        successors = successors_by(record, newest or record.restore.generation)
         for segment in unused:
-            if table.unneeded(segment, later):
+            if table.unneeded(segment, successors):
                 table.remove(segment)
 
 
@@ -193,22 +194,23 @@ def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: boo
 
 
 def park(directory: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
-    """Create the slots of the process on ``seat``, which waits for a role, most likely with this
-    ``layout``: filling gigabytes of memory with zeros takes seconds, which a recovery then saves.
+    """Create the slots of the process on ``seat``, which waits for a role and is likely to get one
+    with this ``layout``. Filling gigabytes of memory with zeros takes seconds, which a recovery
+    then saves.
 
     Raises OutOfSpace.
     """
-    for left in _parked_on_place(directory, seat):
-        left.unlink(missing_ok=True)
-    return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget)
+    for stale in _parked_on_place(directory, seat):
+        stale.unlink(missing_ok=True)
+    return _create(directory / f"{_parked_prefix(seat)}{os.getpid()}", layout, seat, budget)
 
 
 def unpark(directory: Path, seat: Seat) -> None:
-    """Remove the slots that the process on ``seat`` has parked, unless a role has them.
+    """Remove the slots that the process on ``seat`` has parked, unless they belong to a role now.
 
     Their memory is freed first, since the process may still have them mapped.
     """
-    for path in directory.glob(f"{_parked(seat)}*"):
+    for path in directory.glob(f"{_parked_prefix(seat)}*"):
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, 0)
         path.unlink(missing_ok=True)
@@ -217,10 +219,10 @@ def unpark(directory: Path, seat: Seat) -> None:
 def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None:
     """Create ``path``, the segment of a role: from the slots that its process has parked, if their
     layout fits the role, else from new memory. Only for the vault. Raises OutOfSpace."""
-    for left in _parked_on_place(path.parent, seat):
-        if not left.name.lstrip(".").startswith(_parked(seat).lstrip(".")):
-            left.unlink(missing_ok=True)  # its process has ended: that on this seat is newer
-    for parked in path.parent.glob(f"{_parked(seat)}*"):
+    for parked in _parked_on_place(path.parent, seat):
+        if not parked.name.lstrip(".").startswith(_parked_prefix(seat).lstrip(".")):
+            parked.unlink(missing_ok=True)  # its process has ended: this seat is of a newer process
+    for parked in path.parent.glob(f"{_parked_prefix(seat)}*"):
         with contextlib.suppress(SegmentError, FileNotFoundError):
             if Segment.open(parked, budget=budget, seat=seat).become(path, layout):
                 return
@@ -229,13 +231,14 @@ def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None
 
 
 def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
-    """Return the files that processes on this place have parked, unfinished files included."""
+    """Return the files that processes of this node and local rank have parked, unfinished files
+    included."""
     place = f"parked-{seat.node}.{seat.local_rank}.*"
     return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
 
 
-def _parked(seat: Seat) -> str:
-    """Return the prefix of the name; the number of the process follows."""
+def _parked_prefix(seat: Seat) -> str:
+    """Return the start of the name of parked slots; the process ID follows."""
     return f".parked-{seat.node}.{seat.local_rank}.{seat.incarnation}.seg."
 
 

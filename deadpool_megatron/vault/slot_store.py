@@ -1,7 +1,7 @@
 """The slot store: the slots of a node, and all ways to seal parts in them.
 
-A part can be restored as soon as it is sealed, which the epoch gate permits in the open epoch only;
-each seal is entered in the commit ledger under the same lock.
+A part can be restored as soon as it is sealed. The epoch gate permits seals in the open epoch only,
+and each seal is entered in the commit ledger under the same lock.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SlotStore:
             return Inventory(gate.node, gate.closed_epoch, self.table.holdings(), layouts)
 
     def adopt(self, record: EpochRecord) -> bool:
-        """Drop what the record abandons and open its epoch; False when it is open already.
+        """Drop the generations that the record abandons, and open its epoch; False when the epoch
+        is open already.
 
         Raises VaultError for the record of a closed epoch.
         """
@@ -93,7 +94,7 @@ class SlotStore:
                     self.table.remove(segment)
             self.reports.epoch = record.epoch
             gate.open(record)
-            for role in gate.own_roles():  # a role that owes no parts has no other trigger
+            for role in gate.own_roles():  # a role that owes no parts gets no acknowledgement
                 if (layout := self.table.layout(role)) is not None:
                     ledger.advance(layout)
             return True
@@ -127,7 +128,7 @@ class SlotStore:
     def seal_own(
         self, segment: Segment, filled: Filled, digests: dict[str, int], epoch: int
     ) -> bool:
-        """Seal check-summed parts of a member's slot; False when too late."""
+        """Seal check-summed parts of a member's slot; False when it is too late."""
         role, slot, generation = segment.layout.role, filled.slot, filled.generation
         with self.gate.lock:
             if not self.gate.is_open(epoch):  # the slot may belong to the next epoch by now
@@ -153,8 +154,8 @@ class SlotStore:
         return True
 
     def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> None:
-        """Invalidate a part of a claimed slot before its bytes arrive. Raises VaultError when too
-        late."""
+        """Invalidate a part of a claimed slot before its bytes arrive. Raises VaultError when the
+        epoch is closed."""
         with self.gate.lock:
             self.gate.require_open(epoch)
             segment.invalidate_part(slot, name, PartState.ABSENT)
@@ -162,7 +163,8 @@ class SlotStore:
     def copy_part(self, place: Place, segment: Segment, slot: int, epoch: int) -> Place | int:
         """Copy a part into a claimed slot and seal it, or return the checksum of damaged bytes.
 
-        Raises VaultError at a close: the member of the next epoch must not wait for this slot.
+        Raises VaultError when the epoch is closed, since the member of the next epoch must not wait
+        for this slot.
         """
         self.open_part(segment, slot, place.name, epoch)
         target = segment.data(slot, place.name, place.nbytes)
@@ -176,7 +178,7 @@ class SlotStore:
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
     ) -> Place:
         """Seal a part whose last byte has arrived and whose checksum matched. Raises VaultError
-        when late."""
+        when the epoch is closed."""
         role = segment.layout.role
         with self.gate.lock:
             if not self.gate.is_open(epoch):
@@ -189,7 +191,7 @@ class SlotStore:
     def note_elsewhere(
         self, segment: Segment, slot: int, parts: Iterable[tuple[str, int, int]], epoch: int
     ) -> None:
-        """Keep the owner's checksums of the parts that its copy lacks."""
+        """Keep the owner's checksums of the parts that the copy in ``slot`` lacks."""
         with self.gate.lock:
             for name, nbytes, digest in parts if self.gate.is_open(epoch) else ():
                 if segment.entry(slot, name).state is PartState.ABSENT:
@@ -227,7 +229,8 @@ class SlotStore:
         self.reports.corruption(
             role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
         )
-        # A lost part of an older generation is fetched again; the newest must be recomputed.
+        # A damaged part of the restored generation is fetched again. That of a newer generation
+        # blocks the gate: its member reports a fault, which leads to another epoch.
         if place.segment.seat is not None and generation.lineage == self.gate.open_epoch:
             self.on_bad(generation.lineage, role, generation, place.name)
 

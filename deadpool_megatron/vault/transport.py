@@ -1,8 +1,8 @@
 """Authenticated TCP connections between vaults.
 
 A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
-Every call ends within the channel's deadline or raises. A part that is asked for goes straight into
-its slot.
+Every call ends within the channel's deadline or raises. The bytes of a requested part go directly
+into their slot.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deadpool_megatron.wire.sealed_records import RecordSocket
 UNREACHABLE = (OSError, WireError, *MALFORMED)
 # No step of an unauthenticated handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
-# TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
-# when nothing of the default priority waits. It does not leave the host.
+# TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send its
+# packets when no packet of the default priority waits. The priority does not leave the host.
 _BULK = 2
-# The maximum that waits in a socket: bytes in it cannot give way any more.
+# The maximum of unsent bytes in a socket: they can no longer give way to training.
 _UNSENT_BYTES = 256 << 10
 # struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (Linux
 # 4.10), and three fields later tcpi_bytes_sent (4.19).
@@ -41,7 +41,7 @@ _SENT = struct.Struct("=Q24xQ")
 
 
 def realm_of(run_id: str, node: int) -> str:
-    """Return the subject of a handshake with the vault of ``node``. The subjects of coordinator and
+    """Return the realm of handshakes with the vault of ``node``. The realms of coordinator and
     other vaults differ, so the handshake proves the identity of the peer."""
     return f"{run_id}/vault{node}"
 
@@ -49,13 +49,13 @@ def realm_of(run_id: str, node: int) -> str:
 class Sent(NamedTuple):
     """Kernel counters of one side of a connection."""
 
-    busy_seconds: float = 0.0  # in which bytes were on their way
+    busy_seconds: float = 0.0  # during which sent bytes were not acknowledged yet
     nbytes: int = 0  # sent by TCP, with retransmissions
 
 
 class Channel:
-    """A connection to another vault; ``secret``: None for no authentication. One thread at a time
-    per direction; :meth:`shutdown` from any thread.
+    """A connection to another vault; ``secret``: None for no authentication. Each direction is for
+    one thread at a time; any thread may call :meth:`shutdown`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Channel:
             raise framing.ConnectionClosed("channel is closed") from error
 
     def lower_priority(self, dscp: int) -> None:
-        """Send later bytes of this side after those of training: see docs/streaming.md."""
+        """Let bytes of training go before later bytes of this side: see docs/streaming.md."""
         if self._socket.family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
         else:
@@ -159,8 +159,8 @@ class Transport:
         return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
-        """Return the next channel, not yet authenticated, or None when none arrived in time or the
-        peer is gone. Raises OSError, for example when no descriptor is left."""
+        """Return the next channel, not yet authenticated, or None when none arrived in time. Raises
+        OSError, for example when no descriptor is left."""
         self._listener.settimeout(seconds)
         try:
             connection, _ = self._listener.accept()
@@ -177,8 +177,8 @@ class Transport:
 
 
 def begin_thread(name: str, target: Callable[[], None]) -> None:
-    """Run ``target`` in a daemon thread. If the host has no thread left, the vault ends as by any
-    bug, and its successor continues with the same slots."""
+    """Run ``target`` in a daemon thread. If the host can start no thread, the vault ends as at any
+    unexpected exception, and its successor continues with the same slots."""
     threading.Thread(target=target, name=name, daemon=True).start()
 
 
@@ -203,8 +203,8 @@ def ask_part(
 def ask_elsewhere(
     channel: Channel, source: Source, generation: Generation
 ) -> dict[str, tuple[int, int]]:
-    """Return the owner's bytes and checksum of the parts of a generation that its copy lacks,
-    because peers of the role hold the same bytes. Raises the errors of :meth:`Channel.receive`.
+    """Return the owner's bytes and checksum of the parts of a generation that a copy lacks because
+    peers of the role hold the same bytes. Raises the errors of :meth:`Channel.receive`.
     """
     channel.send({"t": "describe", "role": source.role, "generation": generation.to_list()})
     found = channel.receive()["elsewhere"]

@@ -24,7 +24,7 @@ from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, o
 from deadpool_megatron.vault.slot_memory import park, unpark
 from deadpool_megatron.wire import framing
 
-# A vault that was stopped may not hold up the training thread for longer than this.
+# A stopped vault must not hold up the training thread for longer than this.
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 # Agent and vault check every ten seconds that the names of their files exist.
@@ -62,10 +62,10 @@ class VaultClient:
         self._parked: Segment | None = None
         self._epoch = 0
         self._restored: Generation | None = None
-        self._commit: tuple[int, Generation, str] | None = None  # epoch, ..., boundary
+        self._commit: tuple[int, Generation, str] | None = None  # epoch, generation, boundary
         self._bad: tuple[int, str] | None = None  # epoch, message for people
         self._reply: dict[str, Any] | None = None
-        self._nameless_tries = 0  # since the last connection, to reach a socket without its name
+        self._nameless_tries = 0  # failed tries since the last connection: the socket has no name
 
     # Registration.
 
@@ -82,8 +82,8 @@ class VaultClient:
         """Register this process for its role with the vault, which creates its segment.
 
         Raises OutOfSpace when shared memory is too small, VaultError when the layout differs from
-        that of an existing segment, or the vault does not answer within ``connect_seconds``;
-        Interrupted when ``interrupted`` is readable before that.
+        that of an existing segment, or when no answer arrives within ``connect_seconds``;
+        Interrupted when the descriptor ``interrupted`` becomes readable before.
         """
         path = self._own_path(layout.role)
         if self._segment is None or self._segment.path != path:
@@ -98,7 +98,7 @@ class VaultClient:
         if self._segment is None:
             parked, self._parked = self._parked, None
             # A mapped segment keeps its address, which a device may have registered.
-            if parked is not None and parked.is_now(path):
+            if parked is not None and parked.adopt_name(path):
                 self._segment = parked
             else:
                 self._segment = Segment.open(path, budget=self._budget)
@@ -120,8 +120,8 @@ class VaultClient:
 
     # Writing.
 
-    def ended(self) -> None:
-        """Report that this epoch has no newer generation: the run ends."""
+    def report_end(self) -> None:
+        """Report to the vault that the run ends, so this epoch will have no newer generation."""
         self.notify({"t": "ended", "epoch": self._epoch})
 
     def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
@@ -132,8 +132,8 @@ class VaultClient:
         segment = self._own()
         for slot in range(segment.slots):
             entry = segment.entry(slot, name)
-            whole = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
-            if whole and segment.generation(slot) == generation:
+            is_whole = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+            if is_whole and segment.generation(slot) == generation:
                 return segment.data(slot, name, entry.nbytes)
         return None
 
@@ -141,9 +141,9 @@ class VaultClient:
         """Return the writer of a slot for a new generation, which is computed in ``epoch`` (its
         lineage), or for the restored generation of the epoch, which is recomputed.
 
-        See :func:`free_slot`. If a slot holds parts of the restored generation, the writer fills
-        the missing parts of that slot. Raises Frozen while the epoch is closed, VaultError when no
-        slot may be overwritten (a gate was left out).
+        For the slot, see :func:`free_slot`. If a slot holds parts of the restored generation, the
+        writer fills the missing parts of that slot instead. Raises Frozen while the epoch is
+        closed, VaultError when no slot may be overwritten (a gate was left out).
         """
         if generation.lineage != epoch and generation != self._restored:
             raise VaultError(f"{generation} was not computed in epoch {epoch}")
@@ -156,7 +156,7 @@ class VaultClient:
         if segment.is_frozen():
             raise Frozen(f"epoch {epoch} has been closed")
         for held in range(segment.slots) if generation == self._restored else ():
-            # The slot stays that of the generation, even if parts of it have been lost.
+            # The generation keeps its slot, even if parts of it have been lost.
             if segment.state(held) is SlotState.SEALED and segment.generation(held) == generation:
                 return PartsWriter(self.notify, segment, held, generation, epoch)
         newest = self.newest_committed
@@ -164,8 +164,8 @@ class VaultClient:
         floor = max(known, default=None)
         slot = free_slot(segment, epoch, floor)
         before = segment.mark_writing(slot)
-        # First WRITING, then FROZEN (vault/shm/segment.py). The count reveals that the vault has
-        # promised this slot, and opened an epoch since.
+        # WRITING is stored before FROZEN is read (vault/shm/segment.py). The count also shows that
+        # the vault has promised this slot and opened an epoch in the meantime.
         if segment.freezes() != freezes:
             segment.back_out(slot, before)
             raise Frozen(f"epoch {epoch} has been closed")
@@ -173,14 +173,15 @@ class VaultClient:
         return SlotWriter(self.notify, segment, slot, generation, epoch)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
-        """Add an extras part, which fits, to a generation that is sealed or being sealed."""
+        """Add an extras part to a generation that is sealed or being sealed. ``payload`` must not
+        exceed the part's capacity."""
         segment = self._own()
         if segment.is_frozen():
             raise Frozen(f"epoch {self._epoch} has been closed")
         for slot in range(segment.slots):
             state = segment.state(slot)
-            held = state in (SlotState.FILLED, SlotState.SEALED)
-            if held and segment.generation(slot) == generation:
+            is_held = state in (SlotState.FILLED, SlotState.SEALED)
+            if is_held and segment.generation(slot) == generation:
                 if segment.entry(slot, part_name).state is not PartState.ABSENT:
                     raise VaultError(f"{part_name} of {generation} has been appended already")
                 segment.data(slot, part_name)[: len(payload)] = payload
@@ -208,7 +209,7 @@ class VaultClient:
         report_every_seconds: float,
     ) -> bool:
         """Wait at the commit gate until the generation is committed; False when ``interrupted``
-        became readable before.
+        becomes readable before.
 
         ``on_wait(seconds so far)`` is called every ``report_every_seconds``: the gate has no time
         limit. Raises VaultError when the generation can never be committed: the vault has found its
@@ -292,7 +293,7 @@ class VaultClient:
                 self._link.settimeout(_SEND_SECONDS)
                 framing.send(self._link, message)
             except OSError:
-                self._pump()  # reads its last messages: damage of a part is reported once
+                self._pump()  # reads the vault's last messages, as damage is reported only once
                 self._reconnect()
 
     def _own(self) -> Segment:
@@ -376,13 +377,13 @@ class VaultClient:
                         self._disconnect()
                         return
                     for message in self._buffer.feed(piece):
-                        self._take(message)
+                        self._handle(message)
                 except BlockingIOError:
                     return
                 except (OSError, framing.WireError):
                     self._disconnect()
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         kind = message["t"]
         if kind == "committed":
             news = int(message["epoch"]), Generation.from_list(message["generation"])
@@ -403,9 +404,10 @@ def _error_of(answer: Mapping[str, Any]) -> VaultError:
 
 
 def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
-    """Return the slot to overwrite in ``epoch``: an empty slot, or the oldest that is neither the
-    newest sealed nor newer than ``floor`` (the newest generation that is committed, or that the
-    epoch began with). Raises VaultError when there is none.
+    """Return the slot to overwrite in ``epoch``: an empty slot, or else the slot with the oldest
+    generation that is abandoned, or is older than ``floor`` and not the newest sealed generation.
+    ``floor``: the newest generation that is committed, or that the epoch started from; without it,
+    generations of earlier epochs may be overwritten. Raises VaultError when there is no such slot.
     """
     slots = range(segment.slots)
     sealed = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
@@ -429,7 +431,7 @@ def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
 class SlotWriter:
     """The writer of a slot; from ``VaultClient.begin``.
 
-    May be handed to another thread. After its epoch was closed the writer is stale, and does not
+    It may be passed to another thread. After its epoch was closed the writer is stale, and does not
     change a slot that has another generation by now.
     """
 
@@ -536,6 +538,6 @@ class RestoredParts:
         return self._parts[name]
 
     def close(self) -> None:
-        """Let the vault reuse the slots. Earlier views then show any bytes."""
+        """Let the vault reuse the slots. From then on, the bytes of earlier views may change."""
         self._parts.clear()
         self._notify({"t": "release"})

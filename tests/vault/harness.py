@@ -47,7 +47,7 @@ def commit(client: VaultClient, generation: Generation) -> None:
     """The message of a vault arrives: a generation is committed after its step, in its epoch."""
     enter(client, generation.lineage)
     about = {"generation": generation.to_list(), "boundary": "step"}
-    client._take({"t": "committed", "epoch": generation.lineage, **about})
+    client._handle({"t": "committed", "epoch": generation.lineage, **about})
 
 
 def make_layout(

@@ -139,13 +139,13 @@ CHANGES: Mapping[str, Callable[[Node, int], object]] = {
     "open_part": lambda n, e: n.state.open_part(n.copy, n.slot, "tail", e),
     "seal_copy": lambda n, e: n.state.seal_copy(n.copy, n.slot, "shard", NBYTES, 12, e),
     "seal_own": seal_own,
-    "shipped": lambda n, e: n.state.ledger.shipped(0, 1000, e),
+    "count_shipped": lambda n, e: n.state.ledger.count_shipped(0, 1000, e),
 }
 ASKS = {"judge", "require_scheme", "is_open", "require_open", "pause", "shipment"}
 # A record opens its epoch, and what is closed is closed for good, whatever came before.
 ADVANCE = {"close", "adopt"}
 # Each delivery is of other bytes.
-ADDS = {"shipped"}
+ADDS = {"count_shipped"}
 
 
 def two(directory: Path) -> tuple[Node, Node]:
@@ -237,7 +237,7 @@ def converse(node: Node, *messages: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in answers if one["t"] != "registered"]
 
 
-@pytest.mark.parametrize("what", ["acknowledge", "shipped", "ended"])
+@pytest.mark.parametrize("what", ["acknowledge", "count_shipped", "ended"])
 def test_no_message_of_an_epoch_counts_in_the_next(tmp_path, what):
     node, other = two(tmp_path)
     if what == "ended":

@@ -37,7 +37,7 @@ def shipment(
 ) -> Share:
     """Of role 0, sealed at 100 s; its members have ``speed`` of the link."""
     if speed is not None:
-        link.seen = speed
+        link.measured_speed = speed
     return Share(link, 0, generation, nbytes, 1)
 
 
@@ -153,7 +153,7 @@ class MadeLink(SharedNic):
         self.reads_done = self._made_bytes = 0
         run(self.pace(0), [3600.0] * 5, now=-6 * 3600.0)
 
-    def stated(self) -> float:
+    def reported_speed(self) -> float:
         return self._made_speed
 
     def sent_bytes(self) -> int:
@@ -218,7 +218,7 @@ class Made:
 
     def __init__(self, speed: float, queue: random.Random | None = None) -> None:
         self.speed, self.link = speed, link_of()
-        self.link._stated = speed
+        self.link._reported_speed = speed
         self.now, self.others, self.own = 1000.0, 5e9, 7e9
         self._queue = queue
 
@@ -230,7 +230,7 @@ class Made:
         # TCP has counted what is still in a queue, some milliseconds at most.
         late = self._queue.uniform(0, 0.003) * self.speed if self._queue and own else 0.0
         sent = self.others + _HEADERS * (self.own - late)
-        return self.link.reads(self.now, int(sent), int(self.own))
+        return self.link.compare(self.now, int(sent), int(self.own))
 
     def ticks(self, *, others: float, own: float) -> list[bool]:
         """Enough of them."""

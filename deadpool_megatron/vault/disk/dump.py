@@ -52,9 +52,9 @@ def dump(
     """Write this node's parts of a generation, one file for each role, and return the paths.
     ``boundary``: only its extras are written; None for all extras.
 
-    A part is written only if its bytes match its checksum: :func:`damaged` returns the parts that
-    are missing for this reason. A file appears whole or not at all. If it replaces an earlier file,
-    it also has the parts that only that file had. Raises VaultError with one line when a file
+    A part is written only if its bytes match its checksum: :func:`damaged_parts` returns the parts
+    that are missing for this reason. A file appears whole or not at all. If it replaces an earlier
+    file, it also has the parts that only that file had. Raises VaultError with one line when a file
     cannot be written; then the earlier file remains.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def dump_held(store: SlotStore, base: Path, generations: Iterable[Generation]) -
     return written
 
 
-def damaged(store: SlotStore) -> list[BadPart]:
+def damaged_parts(store: SlotStore) -> list[BadPart]:
     """Return the parts that a dump of this node lacks because their bytes were found damaged, in
     this dump or earlier, and this node has no other bytes of them."""
     with store.gate.lock:
@@ -104,7 +104,7 @@ def damaged(store: SlotStore) -> list[BadPart]:
 def inventory_of(node: int, directory: Path) -> Inventory | None:
     """Return the inventory of a directory before its vault starts; None if nothing is sealed.
 
-    The slots do not change until the vault adopts a record, so the inventory holds as after a
+    The slots do not change until the vault adopts a record, so the inventory is as final as after a
     close. Raises SegmentError when there are slots that cannot be read.
     """
     table = Table(directory)
@@ -116,8 +116,8 @@ def inventory_of(node: int, directory: Path) -> Inventory | None:
 
 
 def incarnations(node: int, directory: Path) -> dict[int, int]:
-    """Return local rank -> the highest incarnation of ``node`` with slots in ``directory``: no new
-    process may get the same name, and with it the file."""
+    """Return local rank -> the highest incarnation of ``node`` with slots in ``directory``. A new
+    process must not get the same name, as its slots would be the same file."""
     found: dict[int, int] = {}
     for path in directory.glob("own-*.seg"):
         with contextlib.suppress(SegmentError):
@@ -192,8 +192,8 @@ def _dump_role(
 
 
 def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[str, Place]:
-    """Return the sealed parts of an earlier dump at ``path``; their slots in memory may be damaged
-    or gone by now."""
+    """Return the sealed parts of an earlier dump at ``path``; their slots in memory may have been
+    damaged or overwritten since."""
     try:
         dumped = segments.Segment.open(path, writable=False)
     except (SegmentError, OSError):

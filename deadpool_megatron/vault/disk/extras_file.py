@@ -40,7 +40,7 @@ def write(checkpoint: Path, role: int, roles: int, extras: bytes) -> None:
 
 def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
     """Return a role's encoded extras; None if the checkpoint has none for that number of roles, or
-    if shards are newer: a run without such files has saved under the same name.
+    if its shards are newer: then a run that writes no such files has saved under the same name.
 
     Raises ExtrasFileError for a damaged file, or if only other roles have their files.
     """
@@ -56,7 +56,7 @@ def read(checkpoint: Path, role: int, roles: int) -> bytes | None:
 
 
 def role_count(checkpoint: Path) -> int | None:
-    """Return the number of roles whose files are the newest; None without any."""
+    """Return the number of roles of the run that wrote the newest file; None without files."""
     newest = max(files_in(checkpoint), key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else int(newest.name.rpartition("-")[2])
 
@@ -71,13 +71,13 @@ def _newest(paths: list[Path]) -> float:
 
 
 def lacks_some(checkpoint: Path) -> bool:
-    """Return whether only some roles have their files, as after an interrupted save."""
+    """Return whether the files of some roles are missing, as after an interrupted save."""
     numbers = [int(path.name.rpartition("-")[2]) for path in files_in(checkpoint)]
     return any(numbers.count(number) < number for number in numbers)
 
 
 def problem_in(path: Path) -> str:
-    """Return why a file cannot be used; empty if its content matches its checksum."""
+    """Return the reason why a file cannot be used; empty if its content matches its checksum."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -4,9 +4,9 @@ of a node.
 Slots are overwritten as training continues, and an export takes far longer than an iteration. So
 the vault copies the sealed parts once, into memory that it reserves first: without enough memory
 the export is refused, and training is not affected. Each copy is verified by its checksum, because
-the member does not wait either and may have begun to overwrite the slot.
+the member does not wait for the copy and may have begun to overwrite the slot.
 
-Own slots hold the whole state of every role, whatever the scheme of protection.
+Whatever the scheme of protection, own slots hold the whole state of every role of the node.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PREFIX = "taken-"
 
 @dataclass(frozen=True)
 class Snapshot(Coded):
-    """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
-    are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
+    """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum). The extras
+    are those of ``boundary``, the last boundary before the next iteration. ``elsewhere``: the files
     of parts that are not in ``path``."""
 
     role: int
@@ -64,10 +64,9 @@ def snapshot_bytes(directory: Path) -> dict[str, int]:
 def take(store: SlotStore, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
-    Returns once it is committed for each of them and the next generation is sealed, or none will
-    follow, so that all extras captured after it are there. Raises TooLate, or VaultError: no space,
-    epoch closed, or not in time.
-    Blocks, so it needs a separate thread.
+    Returns once each role has committed it and has sealed the next generation, or will have no next
+    generation: by then all its extras have been captured. Raises TooLate, or VaultError: no space,
+    epoch closed, or not in time. Blocks, so it needs a separate thread.
     """
     limit = time.monotonic() + deadline_seconds
     with store.gate.lock:
@@ -153,7 +152,7 @@ class _SnapshotCopier:
         return Snapshot(*about, dict(self._parts))
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file, which stays on disk."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -180,7 +179,7 @@ class _SnapshotCopier:
         view, done = place.view, 0
         while done < len(view):
             done += os.pwrite(self._file, view[done:], self._end + done)
-        # The written bytes count, whatever the member has done to the slot meanwhile.
+        # Verify the bytes in the file, since the member may have changed the slot meanwhile.
         if done:
             written = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
             view = written[self._end : self._end + done]

@@ -1,7 +1,8 @@
 """The contents of the files of a dump: which parts they hold, from which sources other parts can be
 rebuilt, and whether a generation is complete.
 
-The files may come from any number of nodes and failures. Checksums are compared at the load.
+The files may come from any number of nodes and failures. Checksums are compared only when parts are
+loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def dumped_parts(
     roles: Collection[int],
     layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
 ) -> PartIndex:
-    """Return the parts that the files of a dump can give. They are found by the rules for parts in
-    memory, as if the files were the inventories of live nodes.
+    """Return an index of the parts that the files of a dump can give. The rules for parts in memory
+    apply, as if the files were the inventories of live nodes.
 
-    In the run that wrote the files the parts had other lineages; here all have that of
+    In the run that wrote the files, the parts may have had other lineages; here all have that of
     ``generation``. ``layouts``: the known layouts of roles; others are read from the files.
     """
     holdings = defaultdict[int, list[Holding]](list)
@@ -125,10 +126,10 @@ def newest_whole(
     for generation, directory in sorted(found, reverse=True):
         if not is_kept(kept, generation):
             continue
-        boundary, lacking = last_boundary(directory, generation, roles)
+        boundary, missing = last_boundary(directory, generation, roles)
         if boundary is not None:
             return Restore("dump", generation, boundary, str(directory)), refusals
-        refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {lacking}")
+        refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {missing}")
     return None, refusals
 
 

@@ -2,21 +2,22 @@
 
 A role's vault sends its sealed shard parts to the holder of each block of its group as it sends
 copies to a buddy (replicate.py). The holder adds the bytes to the block as they arrive, in any
-order of roles, and answers ``taken``. The owner asks again, now with nothing to send. The answer is
-``sealed`` once all roles of the group have sent their parts of that generation and the block is
-sealed; after a time limit it is ``waited``, and the owner repeats the question. No acknowledgement
-comes earlier, so the parts stay in the slots of their owners, whose members do not pass the gate.
+order of roles, and answers ``taken``. The owner repeats its offer, now without bytes to send. The
+answer is ``sealed`` once all roles of the group have sent their parts of that generation and the
+block is sealed; after a time limit it is ``waited``, and the owner repeats the offer again. No
+acknowledgement comes earlier, so the parts stay in the slots of their owners, whose members do not
+pass the gate.
 
 * A block needs the memory of one slot, as a copy does, and a buffer for each owner that is sending.
 * Bytes cannot be removed from a sum. If the bytes of an owner arrive damaged, incomplete or twice,
-  the sum of that part is restarted. Its owners learn from the next answer that it is needed again.
+  the sum of that part is restarted. The next answers ask its owners for their bytes again.
 * An unfinished part is ABSENT, so the inventory at a close does not promise it. After :meth:`cut`
   no thread writes into its slot. A block is sealed together with the list of its contributions,
   under the lock that a close takes.
-* When the vault of an owner restarts, it sends its parts again; their checksums show that the block
-  has them. When a holder restarts, it builds unsealed blocks from nothing. If a sealed block turns
-  out to be damaged, the holder asks its owners to send their parts again. A role that has no parts
-  in blocks sends no offer, so the holder asks for its layout.
+* When the vault of an owner restarts, it offers its parts again; their checksums show that the
+  block has them. When a holder restarts, it builds unsealed blocks from nothing. If a sealed block
+  turns out to be damaged, the holder asks its owners to send their parts again. A role that has no
+  parts in blocks sends no offer, so the holder asks for its layout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout import parity_groups, records
 from deadpool_megatron.vault import slot_memory
-from deadpool_megatron.vault.copies import Copies, Offer, Parts, Target, Ways
+from deadpool_megatron.vault.copies import Copies, Offer, OwedGroups, Parts, Target
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.schemes.parity_decode import load_code
 from deadpool_megatron.vault.shm.segment import Segment, checksum
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
     from deadpool_megatron.vault.schemes.parity_code import Combination
 
 log = logging.getLogger(__name__)
-# How long an owner waits for an answer, and how long a holder waits for other owners before it
-# asks them.
+# The time for which a holder waits for other owners before it asks them, and answers ``waited``.
 _WAIT_SECONDS = 1.0
 _MAX_PIECE_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ class Parity(Copies):
         places = () if group is None else zip(group.blocks, group.holders, strict=True)
         return [Target(node, block) for block, node in places]
 
-    def _ways(self, layout: records.RoleLayout) -> Ways:
+    def _owed_groups(self, layout: records.RoleLayout) -> OwedGroups:
         extras = [name for name in self._uncovered(layout) if records.is_extras(name)]
         return [(self._buddies(layout), extras), (self.holders(layout.role), self.coded(layout))]
 
@@ -111,7 +111,7 @@ class Parity(Copies):
 
 class _Sum:
     """A part of a block that is being built. ``given``: role -> bytes and checksum of its
-    contribution, None while that arrives."""
+    contribution, None while the contribution arrives."""
 
     def __init__(self, combination: Combination) -> None:
         self.combination = combination
@@ -122,7 +122,7 @@ class BlockBuild:
     """A generation of a block, in a claimed slot. Guarded by the vault's lock."""
 
     def __init__(self, combine: Callable[[str], Combination], segment: Segment, slot: int) -> None:
-        """``combine(name)``: returns an empty combination that writes into that part."""
+        """``combine(name)`` returns an empty combination that writes into that part."""
         self.segment = segment
         self.slot = slot
         self.sums: dict[str, _Sum] = {}
@@ -130,8 +130,8 @@ class BlockBuild:
         self._combine = combine
 
     def begin(self, name: str) -> _Sum:
-        """Start or restart the sum of a part. No bytes of an earlier sum are in it, and threads
-        that are adding bytes to the earlier sum cannot write any more."""
+        """Start or restart the sum of a part. It contains no bytes of an earlier sum, and threads
+        that still add to the earlier sum cannot write any more."""
         self.give_up(name)
         self.sums[name] = _Sum(self._combine(name))
         return self.sums[name]
@@ -147,8 +147,9 @@ class BlockBuild:
 
 
 class ParityBlock:
-    """A parity block of this node, generation after generation of an epoch; see the module text.
-    Thread-safe: called by the threads that serve the owners. The vault's lock guards its fields."""
+    """The builds of a parity block of this node, for all generations of an epoch: see the module
+    text. Thread-safe: the threads that serve the owners use it. The vault's lock guards its
+    fields."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class ParityBlock:
         self._layouts = {role: layout for role, layout in known.items() if layout is not None}
         self._reported: set[int] = set()  # roles whose layout has been received in this epoch
         self._builds: dict[records.Generation, BlockBuild] = {}
-        # Memory is allocated for one generation after the other.
+        # Memory is allocated for one generation at a time.
         self._creation_lock = threading.Lock()
         self._is_asking = self._is_over = False
 
@@ -230,8 +231,9 @@ class ParityBlock:
                 raise Refused(Refusal.OTHER_BYTES)
             return None
         with self._gate.lock:
-            # Owners send in order, so this is a repeat after a restart if a newer generation is
-            # held. There might be no slot for it, and its owner would wait before it sends that.
+            # Owners send generations in order. So if a newer generation is held, this offer repeats
+            # an old generation after a restart. It might find no slot, and its owner would wait for
+            # one instead of sending newer generations.
             slots = store.table.sealed(self._number)
             if any(slot.generation > generation for slot in slots if slot.parts):
                 raise Refused(Refusal.SUPERSEDED)
@@ -264,7 +266,7 @@ class ParityBlock:
             expected = {role: {*self._coded(role)} for role in self._group.roles}
         if not places:
             return None
-        inputs = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
+        inputs = memoryview(bytes(places[0].view))  # a newer block may overwrite the slot meanwhile
         found = checksum(inputs)
         if found != places[0].checksum:
             store.mark_bad(places[0], found)
@@ -315,8 +317,9 @@ class ParityBlock:
         return build
 
     def _claim(self, segment: Segment, generation: records.Generation) -> int:
-        # In the new epoch the block of the restored generation may be combined from more parts, as
-        # peers that held them are lost. A restore may need the old block until the new is sealed.
+        # In a new epoch the block of the restored generation may combine more parts than before,
+        # because peers with copies of these parts are lost. A restore may need the old block until
+        # the new block is sealed.
         fresh = generation == self._scheme.record.restore.generation
         with self._gate.lock:
             slot = self._store.claim(segment, generation, self._epoch, fresh=fresh)
@@ -345,16 +348,16 @@ class ParityBlock:
         with self._gate.lock:
             if self._builds.get(offer.generation) is not build:
                 raise ConnectionClosed("the block was restarted")
-            found = build.sums.get(name)
-            if found is None or role in found.given:  # on its way already, or other bytes
-                found = build.begin(name)
-            found.given[role] = None
+            total = build.sums.get(name)
+            if total is None or role in total.given:  # arriving already, or arrived as other bytes
+                total = build.begin(name)
+            total.given[role] = None
         is_whole = False
         try:
             for start in range(0, nbytes, self._piece_bytes):
                 piece = buffer[: nbytes - start]
                 channel.receive_bulk(piece, digest.update)
-                if not found.combination.add(index, start, piece):
+                if not total.combination.add(index, start, piece):
                     raise ConnectionClosed("the part was restarted")
                 store.reports.counters["bytes combined"] += len(piece)
                 about = {"role": role, "iteration": offer.generation.iteration, "part": name}
@@ -363,16 +366,16 @@ class ParityBlock:
         finally:
             with self._gate.changed:
                 is_current = self._builds.get(offer.generation) is build
-                if is_current and build.sums[name] is found:
+                if is_current and build.sums[name] is total:
                     if is_whole:
-                        found.given[role] = nbytes, expected
+                        total.given[role] = nbytes, expected
                     else:
                         build.begin(name)
                     self._gate.changed.notify_all()
         if not is_whole:
             where = f"from node {self._scheme.record.seats[role].node}"
-            found_digest = digest.intdigest()
-            store.reports.corruption(role, offer.generation, name, where, expected, found_digest)
+            found = digest.intdigest()
+            store.reports.corruption(role, offer.generation, name, where, expected, found)
         return is_whole
 
     # Sealing.
@@ -397,7 +400,7 @@ class ParityBlock:
         inputs = parity_groups.BlockInputs(
             self._group.roles, self._index, self._scheme.placement.parities, contributions
         ).encode()
-        # Sealed first, so that each sealed block has the list of its contributions.
+        # The list of contributions is sealed first, so that each sealed block has its list.
         view = segment.data(slot, parity_groups.INPUTS, len(inputs))
         view[:] = inputs
         parts = {parity_groups.INPUTS: (len(inputs), checksum(view))}
@@ -431,19 +434,19 @@ class ParityBlock:
             return build.is_sealed or is_lost or not self._is_open()
 
         with self._gate.changed:
-            came = self._gate.changed.wait_for(has_news, self._wait_seconds)
+            has_changed = self._gate.changed.wait_for(has_news, self._wait_seconds)
             if build.is_sealed:
                 return
             self._require_open()
-            if not came:
+            if not has_changed:
                 self._ask_absent(generation, self._absent(build))
         raise Refused(Refusal.WAITED)
 
     def _ask_absent(self, generation: records.Generation, roles: Collection[int]) -> None:
-        """Ask roles for their layouts, and to send parts of the generation again that they have
+        """Ask roles for their layouts, and to send again all parts of the generation that they have
         sent before. Called under the lock."""
         if not self._is_asking:
-            self._is_asking = True  # here, since the thread resets it at its end
+            self._is_asking = True  # set before the thread starts, which resets it at its end
             begin_thread(f"block-{self._number}", partial(self._ask, generation, roles))
 
     def _ask(self, generation: records.Generation, roles: Collection[int]) -> None:

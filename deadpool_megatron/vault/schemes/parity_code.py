@@ -25,7 +25,7 @@ from deadpool_megatron.layout.schemes import MAX_BLOCKS
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _ALL_BYTES = bytes(range(256))
 _NO_BYTES = bytes(256)
-_PAIRS = 1 << 16  # looked up at once, within the cache
+_PAIRS = 1 << 16  # pairs of bytes that are looked up at once, few enough for the processor's cache
 
 
 class Coder:
@@ -44,9 +44,10 @@ class Coder:
             _zfec()
 
     def begin(self, numbers: Collection[int], wanted: int, out: memoryview) -> Combination:
-        """Return the combination of block ``wanted`` in ``out``, from the first k of ``numbers``.
+        """Return the combination that computes block ``wanted`` in ``out``, from the first k of the
+        blocks ``numbers``.
 
-        Raises ValueError when there are too few.
+        Raises ValueError when there are too few blocks.
         """
         chosen = tuple(sorted({*numbers} - {wanted})[: self.data])
         if len(chosen) < self.data or not 0 <= chosen[0] <= chosen[-1] < self.data + self.parities:
@@ -57,13 +58,14 @@ class Coder:
 
 
 class Combination:
-    """The sum of a block, which overwrites its memory. Thread-safe: blocks arrive in any order and
-    in parallel, each from its beginning on; missing bytes count as zeros."""
+    """The sum that gives a wanted block; it overwrites the block's memory. Thread-safe: the blocks
+    to add arrive in any order and in parallel, each from its first byte on; missing bytes count as
+    zeros."""
 
     def __init__(self, tables: Mapping[int, bytes], out: memoryview) -> None:
         self._tables = tables
         self._out = out
-        self._filled = 0  # later bytes were not computed yet: they are replaced, not added to
+        self._filled = 0  # bytes from here on are old content: they are replaced, not added to
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -121,7 +123,7 @@ def _solve(data: int, parities: int, chosen: tuple[int, ...], wanted: int) -> Ma
     zfec = _zfec()
     decoder = zfec.Decoder(data, data + parities)
     encoder = zfec.Encoder(data, data + parities)
-    # zfec expects each given data block at its own place, and parity blocks in between.
+    # zfec expects each chosen data block at its own place, and parity blocks at the other places.
     spare = [number for number in chosen if number >= data]
     order = [i if i in chosen else spare.pop() for i in range(data)]
     tables = {}

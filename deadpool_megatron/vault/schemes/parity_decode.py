@@ -2,9 +2,9 @@
 
 The blocks arrive in parallel, each by its own thread and connection, and every piece is added to
 the slot as it arrives (:mod:`.parity_code`), so k pieces of memory are enough for a part of any
-size. Every block is compared with the checksum of its place, a data block also with the
-contribution from which the parity was computed, and the result with the checksum of its owner. A
-block that fails is replaced by another, and the part restarted. Rebuilding snapshots from parity
+size. Every block is compared with the checksum at its source, a data block also with the
+contribution from which the parity was computed, and the result with the checksum of its owner. If a
+block fails, another block replaces it, and the part is restarted. Rebuilding snapshots from parity
 over groups of nodes follows REFT (its AEC); the code is that of zfec.
 """
 
@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
-_CHANCES = (
-    2  # bytes damaged on the way arrive intact the next time, unlike bytes damaged at the source
-)
+# The tries for a damaged block: bytes damaged on the way arrive intact the next time, unlike bytes
+# damaged at the source.
+_MAX_TRIES = 2
 _MAX_SMALL_BYTES = 16 << 20
 
-# Bytes and checksum of a part, and a function that fills a piece from a start byte, in order.
-Asked = tuple[int, int, Callable[[int, memoryview], None]]
+# Bytes and checksum of a part, and a function that fills a piece from a start byte on; the pieces
+# are read in order.
+Reader = tuple[int, int, Callable[[int, memoryview], None]]
+# Claims a slot for a part of a role, for the time of a ``with`` statement.
 Claim = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 # Number of a block -> its source; None for a block that is all zeros.
 Choice = Mapping[int, Source | None]
@@ -71,8 +73,8 @@ def load_code(parities: int) -> None:
 
 @dataclass(eq=False)
 class BlockError(Exception):
-    """A block that did not arrive. ``final``: it never will from this place; ``damaged``: its bytes
-    are wrong; ``inputs``: the missing part was the list of its contributions."""
+    """A block that did not arrive. ``final``: it will never arrive from this source; ``damaged``:
+    its bytes are wrong; ``inputs``: the missing part is the list of its contributions."""
 
     number: int
     source: Source | None
@@ -86,10 +88,10 @@ class BlockError(Exception):
 
 
 class BlockSource(ABC):
-    """A block at a place. ``wanted``: its expected bytes and checksum; None for parity, of which
-    only its place has a checksum. One thread, except for :meth:`cut`. Public methods raise
-    BlockError; the others VaultError when the place cannot give it, OSError or WireError when it
-    was not reached.
+    """A block at a source. ``wanted``: its expected bytes and checksum; None for parity, whose
+    checksum only the source knows. For one thread, except for :meth:`cut`. Public methods raise
+    BlockError. The others raise VaultError when the source cannot give the block, OSError or
+    WireError when the source was not reached.
     """
 
     where: str  # for people
@@ -110,11 +112,11 @@ class BlockSource(ABC):
         self._source = source
         self._part = part
         self._wanted = wanted
-        self.moved = time.monotonic()  # when its last bytes came
+        self.moved_at = time.monotonic()  # when the last bytes arrived
 
     def add_to(self, combination: Combination) -> None:
         """Fetch the block piece by piece, until it is whole or no longer needed."""
-        with self._asked() as (nbytes, expected, read):
+        with self._reader() as (nbytes, expected, read):
             if self._wanted not in (None, (nbytes, expected)):
                 raise VaultError("holds other bytes than the parity was computed from")
             size = self._store.settings.chunk_bytes
@@ -124,15 +126,15 @@ class BlockSource(ABC):
                 failpoints.hit("vault.decode", iteration=self._generation.iteration, **about)
                 piece = buffer[: nbytes - start]
                 read(start, piece)
-                self.moved = time.monotonic()
+                self.moved_at = time.monotonic()
                 digest.update(piece)
                 if not combination.add(self._number, start, piece):
                     raise ConnectionError("is no longer needed")
             self._check(digest.intdigest(), expected)
 
-    def small(self) -> bytes:
+    def read_small(self) -> bytes:
         """Return the bytes of a small part."""
-        with self._asked() as (nbytes, expected, read):
+        with self._reader() as (nbytes, expected, read):
             if not 0 <= nbytes <= _MAX_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
@@ -149,14 +151,14 @@ class BlockSource(ABC):
         """Make the other methods fail soon; from any thread."""
 
     @abstractmethod
-    def _opened(self) -> AbstractContextManager[Asked]:
-        """Request the part, and free the resources at the end."""
+    def _request(self) -> AbstractContextManager[Reader]:
+        """Request the part and return its reader; free the resources at the end."""
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[Asked]:
+    def _reader(self) -> Iterator[Reader]:
         try:
-            with self._opened() as asked:
-                yield asked
+            with self._request() as reader:
+                yield reader
         except VaultError as error:
             raise self.error(str(error), final=True) from error
         except UNREACHABLE as error:
@@ -171,7 +173,7 @@ class BlockSource(ABC):
 
 
 class VaultBlock(BlockSource):
-    """A block in the memory of a vault, fetched by its own connection."""
+    """A block in the memory of a vault, fetched by a connection of its own."""
 
     _channel: Channel | None = None
     _over = False
@@ -182,7 +184,7 @@ class VaultBlock(BlockSource):
         self._epoch = epoch
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Asked]:
+    def _request(self) -> Iterator[Reader]:
         with contextlib.closing(self._store.gate.dial(self._source.node)) as channel:
             self._channel = channel
             if self._over or not self._store.gate.is_open(self._epoch):
@@ -198,7 +200,7 @@ class VaultBlock(BlockSource):
 
 
 class DumpedBlock(BlockSource):
-    """A block in a file of a dump; the node of its source is the node that wrote it."""
+    """A block in a file of a dump; the node of its source is the node that wrote the file."""
 
     def __init__(self, directory: Path, *about: Any) -> None:
         super().__init__(*about)
@@ -206,7 +208,7 @@ class DumpedBlock(BlockSource):
         self.where = str(self._path)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Asked]:
+    def _request(self) -> Iterator[Reader]:
         dumped = Segment.open(self._path, writable=False)
         entry = dumped.entry(0, self._part)
         if entry.state is not PartState.SEALED:
@@ -215,33 +217,33 @@ class DumpedBlock(BlockSource):
 
 
 class _WrongResultError(Exception):
-    """All blocks match their checksums, but the decoded part does not: its expected and actual
-    checksum."""
+    """All blocks match their checksums, but the decoded part does not. ``args``: its expected and
+    its actual checksum."""
 
 
 class _Candidates:
-    """The blocks of a decoding that may still be used, with their places."""
+    """The blocks of a decoding that may still be used, with their sources."""
 
     def __init__(self, decoding: Decoding, silent: set[int]) -> None:
         self._count = len(decoding.group)
         self._silent = silent
         self._zeros = {number for number, places in decoding.blocks.items() if not places}
-        self._left = {n: list(places) for n, places in decoding.blocks.items() if places}
-        self._wrong: set[frozenset[tuple[int, Source | None]]] = set()
+        self._sources = {n: list(places) for n, places in decoding.blocks.items() if places}
+        self._wrong_choices: set[frozenset[tuple[int, Source | None]]] = set()
         self._without_inputs: set[Source] = set()
         self._damaged: Counter[tuple[Source, bool]] = Counter()
 
     def choose(self) -> Choice | None:
-        """Return k blocks, silent nodes last; None when too few are left.
+        """Return k blocks, those of silent nodes last; None when too few are left.
 
-        They include parity, as the data blocks without the wanted block are too few, and at least
-        one parity block has a list of contributions.
+        The choice includes parity, as the data blocks without the wanted block are too few, and at
+        least one parity block in it has a list of contributions.
         """
 
         def is_silent(source: Source) -> bool:
             return source.node in self._silent
 
-        left = {n: sorted(found, key=is_silent) for n, found in self._left.items() if found}
+        left = {n: sorted(places, key=is_silent) for n, places in self._sources.items() if places}
         order = sorted(left, key=lambda number: (is_silent(left[number][0]), number))
         for numbers in itertools.combinations((*sorted(self._zeros), *order), self._count):
             places = [[*left.get(number, (None,))] for number in sorted(numbers)]
@@ -250,16 +252,16 @@ class _Candidates:
                 has_inputs = any(
                     n >= self._count and s not in self._without_inputs for n, s in choice.items()
                 )
-                if has_inputs and frozenset(choice.items()) not in self._wrong:
+                if has_inputs and frozenset(choice.items()) not in self._wrong_choices:
                     return choice
         return None
 
     def drop_together(self, choice: Choice) -> None:
         """Exclude a choice of blocks that gave a wrong part together."""
-        self._wrong.add(frozenset(choice.items()))
+        self._wrong_choices.add(frozenset(choice.items()))
 
     def drop(self, error: BlockError, late: bool) -> bool:
-        """Note a failure; True when its place is not used for this part any more."""
+        """Note a failure. Return whether its source is excluded for this part from now on."""
         source = error.source
         if source is None:
             self._zeros.discard(error.number)
@@ -268,20 +270,20 @@ class _Candidates:
         self._damaged[about] += error.damaged
         if not error.final and not error.damaged:
             self._silent.add(source.node)
-        if not error.final and not late and self._damaged[about] < _CHANCES:
+        if not error.final and not late and self._damaged[about] < _MAX_TRIES:
             return False
         if error.inputs:
             self._without_inputs.add(source)
         else:
-            self._left[error.number].remove(source)
+            self._sources[error.number].remove(source)
         return True
 
 
 class Decoder:
-    """Decodes shard parts of a role for an epoch, of which no node holds a whole copy. One thread;
-    :meth:`cut` from any.
+    """Decodes, for an epoch, shard parts of a role of which no node holds a whole copy. For one
+    thread; any thread may call :meth:`cut`.
 
-    ``target``: gives the claimed slot for the role.
+    ``target`` claims the slot for the role's parts.
     """
 
     def __init__(self, store: SlotStore, record: EpochRecord, role: int, target: Claim) -> None:
@@ -310,9 +312,9 @@ class Decoder:
     ) -> Place | None:
         """Decode a part of the restored generation; None if the recipe has no blocks of it.
 
-        ``tried``: gets an entry for each place that failed. ``deadline``: monotonic; silent places
-        are retried until then. Raises RestoreUnavailable, or VaultError when there is
-        no memory or the epoch was closed.
+        ``tried`` gets an entry for each source that failed. ``deadline``: monotonic; silent sources
+        are retried until then. Raises RestoreUnavailable, or VaultError when there is no memory or
+        the epoch was closed.
         """
         decoding = recipe.decodings.get(name)
         if decoding is None:
@@ -384,15 +386,15 @@ class Decoder:
 
     def _add_up(self, blocks: list[BlockSource], combination: Combination) -> None:
         """Add all blocks, each by its own thread. Raises the first BlockError."""
-        ended: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
-        limit = 3 * self._store.settings.connect_seconds  # connect, prove, answer
+        results: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
+        limit = 3 * self._store.settings.connect_seconds  # for connect, handshake and answer
 
         def fetch(block: BlockSource) -> None:
             try:
                 block.add_to(combination)
-                ended.put((block, None))
+                results.put((block, None))
             except BlockError as error:
-                ended.put((block, error))
+                results.put((block, error))
 
         try:
             for block in blocks:
@@ -400,10 +402,10 @@ class Decoder:
             left = {*blocks}
             while left:
                 try:
-                    block, error = ended.get(timeout=limit)
+                    block, error = results.get(timeout=limit)
                 except queue.Empty:
-                    block = min(left, key=lambda block: block.moved)
-                    if time.monotonic() - block.moved > limit:
+                    block = min(left, key=lambda block: block.moved_at)
+                    if time.monotonic() - block.moved_at > limit:
                         raise block.error(f"no bytes for {limit:g} s") from None
                     continue
                 if error is not None:
@@ -413,7 +415,8 @@ class Decoder:
             combination.give_up()  # threads that still wait for bytes must not touch the slot
 
     def _needed(self, inputs: BlockInputs, name: str, choice: Choice) -> list[BlockSource]:
-        """Return the chosen blocks to fetch; a role without a contribution has none."""
+        """Return the chosen blocks that have to be fetched; the block of a role without a
+        contribution is all zeros and is left out."""
         blocks = []
         for number, source in choice.items():
             wanted = None
@@ -435,7 +438,7 @@ class Decoder:
         return VaultBlock(self._record.epoch, *about)
 
     def _inputs_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockInputs:
-        """Return the contributions to the parity, from any of the chosen parity blocks."""
+        """Return the list of contributions to the parity, from any of the chosen parity blocks."""
         failed = None
         for number, source in sorted(choice.items(), reverse=True):
             if number < len(decoding.group) or source is None:
@@ -455,7 +458,7 @@ class Decoder:
             block = self._block(number, source, INPUTS, None)
             self._blocks = [block]
             try:
-                inputs = BlockInputs.decode(block.small())
+                inputs = BlockInputs.decode(block.read_small())
             except MALFORMED as error:
                 reason = f"{INPUTS}: {error}"
                 raise BlockError(number, source, reason, inputs=True, final=True) from error

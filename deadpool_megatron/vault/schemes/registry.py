@@ -1,6 +1,6 @@
 """The registry of schemes: from an epoch record to the object that carries out its protection.
 
-Files of a scheme are imported for the records that need them only.
+The modules of a scheme are imported only for records that name it.
 """
 
 from __future__ import annotations

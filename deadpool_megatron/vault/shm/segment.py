@@ -1,8 +1,8 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
 File: header words, the description (JSON: layout, seat, slots, page size), then the slots. Every
-range that gets memory, or is locked in it, begins and ends with a page of the host that made the
-file. Slot: header (words below, one entry of 4 words per part), then the parts at fixed
+range that gets memory, or is locked in memory, begins and ends at a page boundary of the host that
+made the file. Slot: header (words below, one entry of 4 words per part), then the parts at fixed
 page-aligned offsets. An ``own-*`` file is written by its member incarnation and sealed by the
 vault, which puts restored parts there while that member waits for them; ``copy-*`` files are
 written by the vault alone.
@@ -12,12 +12,12 @@ Order of stores. Each state is one aligned 8-byte word, stored whole by CPython'
 validates it last. After a *kill* the order is settled: the kernel's context switch is a full
 barrier, so the stores of a dead writer are seen in program order. Between *live* processes the
 reader learns of a change by a socket message (the send and receive calls order the stores before
-it, on x86 and ARM alike), or calls :func:`fence` before it reads. Both sides store first and then
-read the other's word only when freezing: the vault stores FROZEN, calls :func:`fence`, reads the
-states; the member stores WRITING and reads FROZEN. The asymmetric barrier (membarrier(2)) makes
-every running thread pass a full barrier between the vault's store and its reads, so at least one
-side sees the other's store; the member's fast path stays a plain store and load. FROZEN is a count
-of changes, so the member also notices a freeze that has ended by then.
+it, on x86 and ARM alike), or calls :func:`fence` before it reads. Only in freezing do both sides
+store first and then read the other side's word: the vault stores FROZEN, calls :func:`fence` and
+reads the states, while the member stores WRITING and reads FROZEN. The asymmetric barrier
+(membarrier(2)) makes every running thread pass a full barrier between the vault's store and its
+reads, so at least one side sees the other's store; the member's fast path stays a plain store and
+load. FROZEN counts its changes, so the member also notices a freeze that has ended already.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import BLOCK_BYTES, Budget
 
 MAGIC = 0x3230_4745_5350_4D44  # "DMPSEG02", little endian
-FIRST_BYTES = 4096  # the words below, for any page size; then the description
+FIRST_BYTES = 4096  # for the words below, whatever the page size; the description follows
 W_MAGIC, W_FROZEN, W_LENGTH, W_CHECKSUM = range(4)
 # A slot header in words of 8 bytes: eight, then entries of four each.
 ENTRIES = 8
@@ -81,8 +81,8 @@ _PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartSta
 
 @dataclass(frozen=True)
 class PartEntry:
-    """An entry of a slot header; ``epoch``: that in which it was filled or sealed. The ``checksum``
-    of a FILLED part is 0: any other value means that the header is damaged."""
+    """An entry of a slot header; ``epoch``: the epoch in which the part was filled or sealed. The
+    ``checksum`` of a FILLED part is 0: any other value means that the header is damaged."""
 
     state: PartState
     nbytes: int
@@ -91,9 +91,9 @@ class PartEntry:
 
 
 class Filled(NamedTuple):
-    """Parts of a slot that its member has finished, and that are not sealed yet, with their bytes.
-    ``damaged``: parts whose entry has another generation than the header of the slot;
-    ``is_foreign``: the slot was written in another epoch, so it has no valid parts."""
+    """Parts of a slot that its member has finished and the vault has to seal, with their bytes.
+    ``damaged``: parts whose entry does not fit the generation in the slot's header; ``is_foreign``:
+    the slot was written in another epoch, so it has no valid parts."""
 
     slot: int
     generation: Generation
@@ -162,7 +162,7 @@ class Segment:
     ) -> Segment:
         """Create the file with memory for the parts in ``reserve``; name it when it is whole.
 
-        ``slots``: their number, if not that of the layout. ``budget``: the limit for all files of
+        ``slots``: the number of slots, if not the layout's. ``budget``: the limit for all files of
         the directory; None for a dump on disk. Raises OutOfSpace with the place and the bytes
         needed.
         """
@@ -170,7 +170,7 @@ class Segment:
         slots = layout.slots if slots is None else slots
         geometry = Geometry(layout, seat, slots, page_bytes)
         budget = budget or Budget(path.parent)
-        temporary.unlink(missing_ok=True)  # left by a killed process with this number
+        temporary.unlink(missing_ok=True)  # left by a killed process with this process ID
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(temporary, flags, 0o600)
         try:
@@ -214,8 +214,8 @@ class Segment:
         return Segment(path, layout, seat, file, geometry, writable, budget)
 
     def __del__(self) -> None:
-        # The last memoryview frees the mapping. The memory of a file without a name is freed with
-        # the descriptor, since os.close() does not hold the interpreter lock.
+        # The mapping is freed with its last memoryview, and the descriptor is closed last: so
+        # os.close() frees the memory of an unlinked file, without the interpreter lock.
         if getattr(self, "contents", None) is not None:
             del self._file_header, self._slots, self.contents, self._map
             with contextlib.suppress(OSError):
@@ -234,8 +234,8 @@ class Segment:
         name it when it is whole. False for other sizes."""
         own = self._geometry
         geometry = Geometry(layout, self.seat, self.slots, own.page_bytes)
-        places = [(found.first, found.stride, found.offsets) for found in (geometry, own)]
-        if places[0] != places[1] or layout.slots != self.slots:
+        positions = [(each.first, each.stride, each.offsets) for each in (geometry, own)]
+        if positions[0] != positions[1] or layout.slots != self.slots:
             return False
         self.layout, self._geometry = layout, geometry
         self._describe()
@@ -243,9 +243,9 @@ class Segment:
         self.path = path
         return True
 
-    def is_now(self, path: Path) -> bool:
-        """Adopt the name ``path`` if another process has given it to this file by :meth:`become`;
-        False if it has not. The mapping stays."""
+    def adopt_name(self, path: Path) -> bool:
+        """Adopt the name ``path`` if another process has given it to this file by :meth:`become`.
+        Return False otherwise. The mapping stays."""
         if not self.maps(path):
             return False
         self.layout, self._geometry = read_description(self._file, path, self.seat)
@@ -283,8 +283,8 @@ class Segment:
         self._reserved |= wanted
 
     def give_back(self, names: Collection[str], slot: int) -> int:
-        """Free the memory of parts of a slot, whose bytes are lost, and return its size. A file
-        system without support keeps it."""
+        """Free the memory of parts of a slot, whose bytes are lost. Return the freed bytes: none on
+        a file system without support."""
         before = os.fstat(self._file).st_blocks
         for name in names:
             size = self._geometry.pages(self.capacity(name))
@@ -301,7 +301,7 @@ class Segment:
     # Reading.
 
     def is_frozen(self) -> bool:
-        """Return whether the member must not write. Another process changes it at any time."""
+        """Return whether the member must not write. The vault may change this at any time."""
         return self.freezes() % 2 == 1
 
     def freezes(self) -> int:
@@ -332,7 +332,8 @@ class Segment:
                     yield slot, name, state
 
     def generation(self, slot: int) -> Generation:
-        """Return the generation; invalid if EMPTY, or if the writer was killed while WRITING."""
+        """Return the generation of a slot; it is meaningless if the slot is EMPTY, or if its writer
+        was killed while WRITING."""
         header = self._slots[slot]
         return Generation(header[_W_LINEAGE], header[_W_ITERATION])
 
@@ -381,7 +382,7 @@ class Segment:
             for part in self.layout.parts:
                 entry = self.entry(slot, part.name)
                 if entry.state is PartState.FILLED and entry.checksum:
-                    # Unless the slot has just been taken for another generation.
+                    # The slot may just have been taken for another generation: read again.
                     if self.entry(slot, part.name) == entry:
                         found.damaged.append(part.name)
                 elif entry.state in ready and entry.epoch == epoch and entry.nbytes <= part.nbytes:
@@ -409,8 +410,8 @@ class Segment:
         return self.contents[start : start + (self.capacity(name) if nbytes is None else nbytes)]
 
     def read_into(self, slot: int, name: str, start: int, target: memoryview) -> None:
-        """Read bytes of a part of a dump on disk into ``target``, because page faults would hold
-        the interpreter lock. Raises SegmentError when the file is too short."""
+        """Read bytes of a part into ``target`` by a system call: page faults of the mapping would
+        hold the interpreter lock. Raises SegmentError when the file is too short."""
         position = self.offset(slot, name) + start
         done = 0
         while done < len(target):
@@ -440,7 +441,7 @@ class Segment:
         return before
 
     def back_out(self, slot: int, before: SlotState) -> None:
-        """Undo :meth:`mark_writing`, unless the vault has undone it or used the slot since."""
+        """Undo :meth:`mark_writing`, unless the vault has undone it or used the slot meanwhile."""
         if self.state(slot) is SlotState.WRITING:
             self._store(self._slots[slot], _W_STATE, before)
 
@@ -484,8 +485,8 @@ class Segment:
         epoch: int,
         state: PartState = PartState.SEALED,
     ) -> None:
-        """Record size and checksum of a part; with ELSEWHERE those of its owner for an ABSENT
-        part."""
+        """Record size and checksum of a part. With ELSEWHERE they are the owner's, and no bytes of
+        the part are here."""
         header, base = self._slots[slot], self._entry(name)
         self._store(header, base + _E_NBYTES, nbytes)
         self._store(header, base + _E_CHECKSUM, digest ^ self._identity(slot, name))

@@ -96,9 +96,9 @@ def _verify(
     found = digest.intdigest()
     if found == entry.checksum:
         return Verdict.GOOD, ""
-    fence()  # a writer that changed these bytes has changed the header before: make that visible
-    same = segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation
-    if not same or segment.entry(slot, name) != entry:
+    fence()  # a writer of these bytes has changed the header before: make that change visible
+    is_kept = segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation
+    if not is_kept or segment.entry(slot, name) != entry:
         return Verdict.BUSY, "was overwritten meanwhile"
     return Verdict.BAD, f"checksum {found:016x} instead of {entry.checksum:016x}"
 

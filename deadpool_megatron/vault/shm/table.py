@@ -91,8 +91,8 @@ class Table:
         self._promised: list[SealedSlot] | None = None
         self._seats: Mapping[int, Seat] = {}
         self._unread: list[str] = []  # the reasons why files were not read
-        self.dropped: dict[str, DamagedSegment] = {}
-        self.removed: list[Segment] = []
+        self.dropped: dict[str, DamagedSegment] = {}  # file name -> damage of a removed copy
+        self.removed: list[Segment] = []  # their memory is still in use
 
     # Segments.
 
@@ -105,9 +105,8 @@ class Table:
         damaged cannot be read: it is removed and noted in ``dropped``.
         """
         for path in sorted(self.directory.iterdir()):
-            if (
-                path.is_symlink()
-            ):  # see Segment.keep_name: the file ended with the vault that held it open
+            # A link of Segment.keep_name() leads nowhere: the vault with the open file has ended.
+            if path.is_symlink():
                 path.unlink()
             elif path.suffix == ".seg" and not path.name.startswith("."):
                 try:
@@ -166,10 +165,10 @@ class Table:
         if self._promised is not None:
             self._promised = [s for s in self._promised if s.segment is not segment]
 
-    # Their contents.
+    # Contents of segments.
 
     def sealed(self, role: int | None = None) -> Iterator[SealedSlot]:
-        """Yield every sealed slot (of a role): as promised while frozen, else the present state."""
+        """Yield every sealed slot, or those of a role. While frozen, the promised state counts."""
         if self._promised is not None:
             yield from (s for s in self._promised if role in (None, s.segment.layout.role))
             return
@@ -195,8 +194,8 @@ class Table:
         return found
 
     def elsewhere(self, role: int, generation: Generation) -> dict[str, tuple[int, int]]:
-        """Return the parts of a role that other roles hold for it: name -> size and checksum that
-        its vault has computed."""
+        """Return the parts of a role that other roles hold for it: name -> bytes and the checksum
+        that the role's own vault has computed."""
         return {
             part.name: (entry.nbytes, entry.checksum)
             for slot in self.sealed(role)
@@ -215,7 +214,7 @@ class Table:
         )
 
     def layouts(self) -> tuple[RoleLayout, ...]:
-        """Return a layout for each role with a segment here, from one with sealed parts if any."""
+        """Return a layout for each role with a segment here, if possible that of sealed parts."""
         found = {s.layout.role: s.layout for s in self.segments.values()}
         found |= {s.segment.layout.role: s.segment.layout for s in self.sealed() if s.parts}
         return tuple(found[role] for role in sorted(found))
@@ -245,8 +244,8 @@ class Table:
         members named in ``seats`` (role -> seat) write again.
 
         Segments of members that have lost their seat stay frozen forever. A member that marks a
-        promised slot as WRITING sees that it is frozen, and takes the mark back before it writes a
-        byte. If it was killed in between, the slot is whole, so its mark is set back here.
+        promised slot as WRITING sees that its segment is frozen, and takes the mark back before it
+        writes a byte. If it was killed in between, the slot is whole, and is marked SEALED here.
         """
         for sealed in self._promised or ():
             segment, slot = sealed.segment, sealed.slot
@@ -259,15 +258,15 @@ class Table:
             self.let_write(segment)
 
     def let_write(self, segment: Segment) -> None:
-        """Let the member write if it has its seat, unless a thread of this vault still restores
-        into a slot, perhaps for a closed epoch."""
+        """Let the member of a segment write if it still has its seat, unless a thread of this vault
+        restores into a slot of it, perhaps for a closed epoch."""
         is_claimed = any(name == segment.path.name for name, _ in self.writers)
         if segment.seat is not None and self._promised is None:
             has_seat = self._seats.get(segment.layout.role) == segment.seat
             segment.freeze(is_claimed or not has_seat)
 
     def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
-        """Drop what epochs before ``epoch`` have left: unsealed parts, generations newer than
+        """Drop the remains of epochs before ``epoch``: unsealed parts, generations newer than
         ``generation``, and extras of ``generation`` that were captured after ``boundary``."""
         late = [records.extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
         for segment in self.segments.values():
@@ -295,15 +294,16 @@ class Table:
         """Return the slot of a copy into which the caller alone may write a generation; None while
         no slot is free.
 
-        In this order: the slot that holds the generation already; a slot without sealed parts; the
-        oldest, but neither the newest nor any newer than the offered generation. The owner offers
-        k+1 only after all roles have committed k, so this is rule 3 (design section 4).
+        The first choice is the slot that holds the generation already, the second a slot without
+        sealed parts, the third the slot with the oldest generation. That must not be the newest
+        here, nor be newer than the offered generation. The owner offers k+1 only after all roles
+        have committed k, which gives rule 3 of docs/design.md.
 
-        A copy has as many slots as its owner, and only the oldest is overwritten: a restore may
-        need any other.
+        A copy has as many slots as its owner, and only the oldest generation is overwritten: a
+        restore may need any other.
 
-        ``fresh``: never the slot in which parts of the generation are sealed; it stays unchanged
-        until :meth:`replace`.
+        ``fresh``: do not return the slot in which parts of the generation are sealed; that slot
+        stays unchanged until :meth:`replace`.
         """
         name = segment.path.name
         free: list[tuple[Generation, int]] = []
@@ -333,7 +333,7 @@ class Table:
         return slot
 
     def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
-        """Have ``seal`` seal the parts of the claimed ``slot``, then drop the other slots of the
+        """Have ``seal`` seal the parts of the claimed ``slot``, then drop the other slots of its
         generation. Even if this process is killed, a valid slot remains: see
         :func:`_deduplicate_slots`.
         """
@@ -379,15 +379,16 @@ class Table:
         """Return whether no restore can need an inactive segment any more.
 
         A member overwrites generation g after as many further generations as it has slots, because
-        every role has committed a newer generation by then (design section 4). So g is not needed
-        here either as soon as such a generation of any role is sealed here. ``successors(g)``: the
-        minimum number of generations that were written after g (layout.records).
+        every role has committed a newer generation by then (docs/design.md, "Slots and the gate").
+        So g is not needed here either as soon as so late a generation of any role is sealed here.
+        ``successors(g)``: the minimum number of generations that were written after g
+        (layout.records).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
             return False
         held = self.holds(segment)
-        # A segment without parts has just been created for bytes that are about to arrive.
+        # A segment without parts was just created for bytes that are about to arrive.
         slots = segment.layout.slots
         return bool(held) and all(successors(generation) >= slots for generation in held)
 

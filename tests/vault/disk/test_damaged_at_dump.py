@@ -7,7 +7,7 @@ from pathlib import Path
 from deadpool_megatron.layout import records
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.disk.dump import damaged, dump
+from deadpool_megatron.vault.disk.dump import damaged_parts, dump
 from deadpool_megatron.vault.disk.sources import newest_whole
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import Cluster, cluster, make_layout
@@ -78,7 +78,7 @@ def test_dump_reports_a_role_without_intact_parts(tmp_path):
         strike(segment, G(1, 4), name)
     for _ in range(2):
         assert dump(state, tmp_path / "dump", G(1, 4), "step") == []
-        assert {one.part for one in damaged(state)} == {"shard", "extras@step"}
+        assert {one.part for one in damaged_parts(state)} == {"shard", "extras@step"}
 
 
 def test_dump_reports_no_damage_with_other_bytes_on_the_node(tmp_path):
@@ -93,7 +93,7 @@ def test_dump_reports_no_damage_with_other_bytes_on_the_node(tmp_path):
     state.table.segments["twin"] = twin
     strike(segment, G(1, 4), "shard")
     assert len(dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")) == 1
-    assert damaged(state) == []
+    assert damaged_parts(state) == []
     assert newest_whole(tmp_path / "dump", range(1), {1: NO_LIMIT})[0] is not None
 
 

@@ -60,7 +60,7 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path, is_last):
         assert not any(one.done() for one in taking), "more extras could follow"
         if is_last:
             for member in members:
-                member.client.ended()
+                member.client.report_end()
         else:
             steps(members, range(3, 6))
         for role, one in enumerate(taking):
