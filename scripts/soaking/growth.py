@@ -86,7 +86,8 @@ def gained_per_hour(life: Sequence[Sample], name: str) -> float:
     size; by the hour, if that lasted for longer.
 
     The median of the slopes between looks (Theil and Sen) is not moved by a few that stand out;
-    of a minute the least counts, as what is opened for a while is closed again.
+    of a minute the least counts, as what is opened for a while is closed again. The flatter half
+    counts, because a leak shows in both halves, and a slow start only in the first.
     """
     seen = [(sample.seconds, float(getattr(sample, name))) for sample in life]
     floor = [
@@ -98,7 +99,9 @@ def gained_per_hour(life: Sequence[Sample], name: str) -> float:
         stretch = [*stretch, after] if abs(after[1] - before[1]) <= _STEPS[name] else [after]
         longest = max(longest, stretch, key=len)
     # A short life makes a steep line of a single page, so its real gain counts.
-    return _slope(longest) * min(3600.0, longest[-1][0] - longest[0][0])
+    middle = len(longest) // 2
+    slope = min(_slope(longest[: middle + 1]), _slope(longest[middle:]))
+    return slope * min(3600.0, longest[-1][0] - longest[0][0])
 
 
 def _slope(looks: Sequence[tuple[float, float]]) -> float:
