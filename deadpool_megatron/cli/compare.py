@@ -30,6 +30,7 @@ _MAX_PRINTED = 12
 _MAX_KEPT = 1000
 _UNSEEDED = "a program that never seeds 'random' and 'numpy' has other states of them in each run"
 _GENERATORS = ("random state of numpy", "random state of python")
+# Names of the differences that such a program may explain; see _state.
 _UNSEEDED_STATES = {"state"} | {f"state ({x})" for x in (*_GENERATORS, ", ".join(_GENERATORS))}
 _COUNT_NAMES = ("roles", "steps", "evaluations", "hashes")
 _Runs = tuple[RunResult, RunResult]
@@ -117,8 +118,8 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
 def _sizes(runs: _Runs, start: int) -> Iterator[Difference]:
     """Yield a difference for each span of iterations in which the numbers of ranks differ."""
     last = max(run.iterations for run in runs)
-    marks = {k for run in runs for k in run.story.sizes if start < k <= last}
-    for begin, end in itertools.pairwise(sorted({start + 1, *marks, last + 1})):
+    changes = {k for run in runs for k in run.story.sizes if start < k <= last}
+    for begin, end in itertools.pairwise(sorted({start + 1, *changes, last + 1})):
         sizes = [f"{run.ranks_at(begin)} ranks" for run in runs]
         yield from _unequal(f"sizes to iteration {end - 1}, not compared", begin, None, *sizes)
 
@@ -138,7 +139,7 @@ def _steps(runs: _Runs, start: int, compared: Counter[str]) -> Iterator[Differen
             continue
         compared["steps"] += 1
         step, *others = group
-        if not others:
+        if not others:  # the other run lacks this step
             has_first = next(sides[0].after(iteration - 1), None) == step
             yield from _unequal("step", iteration, None, *_presence(has_first, not has_first))
             continue
@@ -182,8 +183,8 @@ def _ends(runs: _Runs, compared: Counter[str]) -> Iterator[Difference]:
 
 
 def _state(first: RoleResult, second: RoleResult) -> str:
-    """Return the name of a difference of states, with the entries that differ if both roles have
-    entries."""
+    """Return the name of a difference of states, with the differing parts if both roles have
+    entries. Weights and optimizer state have no entry, so they differ if all entries agree."""
     if not (first.entries and second.entries):
         return "state"
     names = sorted(name for name, _ in first.entries.items() ^ second.entries.items())

@@ -98,7 +98,7 @@ class RunPage:
     def take(self, event: Event) -> None:
         """Add an event. Raises an error of :data:`events.DAMAGE` if it is damaged."""
         for line in self._narrator.take(event):
-            if not line.passes:
+            if not line.passes:  # a passing line gives progress, which the page shows elsewhere
                 text = line.text.replace("--run-dir DIR", f"--run-dir {self._run}")
                 self._lines.append((event.wall_seconds, text, line.style))
 
@@ -167,7 +167,7 @@ def _banner_and_facts(view: View) -> dict[str, Any]:
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
         facts = [*common.facts(view, status), ("epoch", epoch)]
-        if view.exposed is not None:  # otherwise no node has joined
+        if view.exposed is not None:  # None while nodes join, and at the end
             uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
             banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
     return {"banner": banner, "facts": facts, "status": _nodes_and_roles(view)}
@@ -178,6 +178,7 @@ def _nodes_and_roles(view: View) -> dict[str, Any]:
     a takeover or without an answer, come from the events."""
     story, status = view.story, view.status
     hosts = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
+    # Nodes of unknown use are drawn as spares are, in a faint colour.
     unknown = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
     nodes = {str(node): {**unknown, "host": host} for node, host in hosts.items()}
     if status is None:

@@ -42,7 +42,8 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """
     for part in inner_optimizers(optimizer):
         if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
-            # Megatron calls this function to create state into which it loads. SGD has none.
+            # Megatron calls this function, of the parts that have it, to create state into which it
+            # loads. For SGD it is None.
             part.init_state_fn = complete_by_trial
     inner = [
         part
@@ -50,7 +51,8 @@ def exact_load(optimizer: Any, scheduler: Any) -> Iterator[None]:
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
     changes = [_keep_rates(optimizer)] if overrides_schedule(scheduler) else []
-    # A distributed optimizer loads its own groups before it gets the saved groups.
+    # These groups must be distinguished, too: a distributed optimizer loads its own groups before
+    # it gets the saved groups.
     own = [part.optimizer.param_groups for part in inner_optimizers(optimizer)]
     if not inner:
         with _groups_distinguished(own), _changed_before_load(optimizer, changes):

@@ -12,7 +12,7 @@ from deadpool_megatron.state.parts import fingerprint
 
 
 class PeerMismatch(RuntimeError):
-    """Peers that must hold equal bytes hold different bytes; the message names their roles."""
+    """Peers that must hold equal bytes hold different bytes; the message has their ranks."""
 
 
 def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subject: str) -> None:
@@ -28,11 +28,12 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, subj
 
 
 def gather_by_role(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Gather the tensor ``own`` of each role of ``group``, on the host. Collective."""
-    roles = dist.get_process_group_ranks(group)
-    tensors = [torch.empty_like(own) for _ in roles]
+    """Gather the tensor ``own`` of each rank of ``group``, on the host, by the rank in the world,
+    which is the role at full size. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    tensors = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(tensors, own, group=group)
-    return dict(zip(roles, torch.stack(tensors).cpu(), strict=True))
+    return dict(zip(ranks, torch.stack(tensors).cpu(), strict=True))
 
 
 def current_device() -> torch.device:

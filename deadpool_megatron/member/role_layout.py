@@ -23,8 +23,8 @@ def role_layout(
     """Return the layout of a role's generations. Frameworks know ranks: replicas of parts and
     ``peers`` are ranks, and become roles of the size of ``role`` here.
 
-    ``extras_capacity_bytes``: for the extras at each boundary. It is not in the hash, so that a run
-    can continue with another capacity.
+    ``meaning``: see :meth:`Framework.meaning`. ``extras_capacity_bytes``: for the extras at each
+    boundary. It is not in the hash, so that a run can continue with another capacity.
     """
     first = first_role(role)
     infos = [

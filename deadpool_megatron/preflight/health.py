@@ -23,7 +23,7 @@ from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
 _MAX_CHARACTERS = 200
 _NOT_FOUND = (126, 127)  # statuses of the shell: not executable, not found
-#: the begin of the text for a command that could not run, with which the node counts as good
+#: start of the text for a command that could not run, in which case the node counts as good
 NOT_CHECKED = "not asked: "
 KERNEL_LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # the kernel's limit of a record

@@ -37,7 +37,7 @@ _NCCL_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", 
 _IFF_UP = 1
 _FIRST_USER = 1000
 _REMOVE_IPC = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
-#: variable with the GPUs that a process sees, by number or UUID, in the order of their new numbers
+#: variable with the GPUs that a process sees, by number or UUID; the process counts them from 0
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_SECONDS = 20.0
 _GPU_LINE = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
@@ -153,7 +153,7 @@ def listed_gpus() -> tuple[str, ...]:
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
-            return ()  # training could not use a driver that does not answer either
+            return ()  # the driver does not answer, so training could not use the GPUs
         gpus: list[list[str]] = []
         for kind, uuid in _GPU_LINE.findall(listed.stdout):
             if kind == "GPU" or not gpus:
@@ -194,8 +194,9 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def member_variables(gpus: Sequence[str], local_rank: int, *, may_share: bool) -> dict[str, str]:
     """Return the variables with which a member sees only its own GPU, as number 0, because scripts
-    choose their device before the member joins. If members may not share GPUs, a member without a
-    GPU of its own sees none.
+    choose their device before the member joins. If members may share GPUs, they do so where there
+    are too few, and see all that the node sees if none are listed. If members may not share GPUs, a
+    member without a GPU of its own sees none.
     """
     if may_share and not gpus:
         return {"LOCAL_RANK": str(local_rank)}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class TorchFramework(Framework):
-    """See :class:`Framework`. There is one optimizer, so there is one part. There are three slots,
-    since no collective lies between the gate and the update."""
+    """See :class:`Framework`. There is one optimizer, so there is one part. ``slots`` is 3, as no
+    collective over all roles lies between the gate and the update."""
 
     slots = 3
     versions = (torch.__version__,)

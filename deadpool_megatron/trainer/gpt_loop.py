@@ -59,7 +59,7 @@ class TrainingLoop(SteppedLoop, MegatronLoop):
         text.
         """
         self.config = config
-        self.arguments = config, config
+        self.arguments = config, config  # all arguments, and those that the user has given
         self._emit = emit
         torch.use_deterministic_algorithms(True, warn_only=True)
         if not parallel_state.model_parallel_is_initialized():

@@ -3,7 +3,7 @@
 It stays single-threaded, because it forks the agents and a server, which imports torch and Megatron
 once and forks the members of all agents. The launcher holds one end of a pipe to each agent. End of
 file shows the agent that the launcher has died, even by SIGKILL. A byte appoints the agent to keep
-a standby. Two agents are appointed at any time, and a standby of theirs is the coordinator.
+a standby. Two agents are appointed at any time, and the standby of either becomes the coordinator.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Launcher:
         self._stopped_pids: set[int] = set()  # coordinators that got the user's signal
         self._stop_deadline = 0.0
         self._address = ""
-        self._segments_claim = -1  # descriptor that claims the run's segments
+        self._segments_claim = -1  # descriptor; while it is open, the segments count as in use
         self._is_ending = False
         self._ended_at: dict[int, float] = {}  # node -> end of its agent, if recent
         self._last_shortage = ""
@@ -207,8 +207,7 @@ class Launcher:
             self._wait()
 
     def _check_directory(self) -> None:
-        """Create a removed directory again; report a directory of another run, and each reason
-        once."""
+        """Report that another run has taken over the run directory, once for each error."""
         try:
             self.directory.check_own()
         except OSError as error:
@@ -382,8 +381,8 @@ class Launcher:
 
     def _keeps_slots(self) -> bool:
         """Return whether slots remain in memory. The result of the run decides, if it exists.
-        Otherwise they remain if an epoch was decided or the journal cannot be read. A SIGTERM
-        removes them, except those of an earlier start, if this start has decided no epoch."""
+        Otherwise they remain if an epoch was decided or the journal cannot be read. After a SIGTERM
+        they remain only if all epochs are of earlier starts, whose slots they are."""
         if self.directory.has_final():
             return run_files.slots_are_kept(self.directory)
         epoch = self._newest_epoch()

@@ -148,6 +148,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         else:
             _create_run(run, args)
     elif args.resume is not None:
+        # Another agent resumes OLD, and may need the part of its state that is on this host.
         resume.dump_remaining_memory(RunDirectory(args.resume))
     info = _run_of(run, args)
     run.run_id = info.run_id
@@ -159,11 +160,11 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
             print(f"deadpool agent: {text}: programs begin in {Path.cwd()}", file=sys.stderr)
     if not info.check_only:  # a check reports the GPUs of its nodes itself
         preconditions.check_communicator(info, os.environ)
-    secret = auth.load_secret(run.path)  # before anything that the directory names is imported
+    secret = auth.load_secret(run.path)  # fails before modules of a foreign run are imported
     if not nodes_with_slots(info.run_id):  # a node that returns uses the memory of its slots
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
-        preconditions.read_domains(info.settings)  # the file may be on the first host only
+        preconditions.read_domains(info.settings)  # with --domain, this host need not have the file
     host, domain = _place(args, slurm, info.settings)
     preconditions.check_address(run, host)
     address = _check_listening(run, args, host)
@@ -201,7 +202,8 @@ def _place(
         domain = domain or slurm.domain
     if host is None:
         # settings.interface is the name of an interface or an address. A name takes precedence
-        # over Slurm's host; an address does not, as it would be the same on every node.
+        # over Slurm's host; an address does not, as it would be the same on every node. Where it
+        # has its default, NCCL's choice takes precedence over both.
         is_name = settings.interface in (name for _, name in socket.if_nameindex())
         if settings.interface == Settings.interface and (nccl := common.nccl_address(os.environ)):
             host = nccl
@@ -253,6 +255,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             keep_single_threaded()  # the search for the user's module may import its packages
         preconditions.check_command(args.command)
         scripts.adopt(args)
+    # ``resumed``: the states to continue from, and the role of rank 0 in them.
     communicator, resumed = arguments.communicator_in(args), (list[Restore](), 0)
     if not args.check_only:
         nproc = args.nproc_per_node
@@ -261,7 +264,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     # Checkpoints outlive their host, as all hosts share the directory.
     settings = resolve(settings, args.plan, outlives_hosts=True)
     if args.resume is not None:
-        agents = args.nodes + args.spares  # spares report, too
+        agents = args.nodes + args.spares  # the memory of spares is dumped, too
         peers = resume.PeerAgents(run, agents, args.node_id, settings.connect_seconds)
         resumed = resume.resume_point(RunDirectory(args.resume), args, peers)
     info = replace(common.make_info(args, settings, *resumed), check_only=args.check_only)

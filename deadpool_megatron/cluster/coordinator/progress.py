@@ -43,7 +43,8 @@ class ReportedProgress:
 
     def take(self, report: Event) -> tuple[Event | None, inputs.Input | None]:
         """Return the event to write, and the input for the machine. If the numbers are known, the
-        event is None; if they contradict known numbers, it reports a divergence.
+        event is None, but a hash is written again; if they contradict known numbers, the event
+        reports a divergence.
         """
         if report.kind is Kind.STEP:
             self.last_iteration = max(self.last_iteration, report.iteration or 0)
@@ -92,10 +93,11 @@ class ReportedProgress:
         }
 
     def _first(self, report: Event, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the numbers in the first report of this iteration; None if this is the first."""
+        """Return the numbers in the first report of this iteration. If this is the first, keep its
+        numbers and return None."""
         by_iteration, role = self._numbers[report.kind], None
         if report.kind is Kind.STATE_HASH:
-            role, _ = report.role, values["sha256"]
+            role, _ = report.role, values["sha256"]  # the KeyError refuses a malformed report
         by_role = by_iteration.setdefault(report.iteration or 0, {})
         first = by_role.get(role)
         # A non-finite number counts as new each time: the iteration may have been discarded, and a

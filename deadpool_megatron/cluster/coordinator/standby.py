@@ -53,8 +53,8 @@ class StandbyOptions:
 
 
 class Standby:
-    """See the module text. The agent sends each change of ``in_touch``, whether a coordinator
-    answers it, and of ``place``, how many standbys may claim before this standby. The standby ends
+    """See the module text. The agent sends each change of ``in_touch`` (whether a coordinator
+    answers it) and of ``place`` (how many standbys may claim before this standby). The standby ends
     at the end of the stream, as the agent has ended.
     """
 

@@ -33,7 +33,8 @@ MAX_NUMBER = 99_999_999
 REMOVED = "gone"
 # Kind of the notes on nodes that computed or held wrong numbers, or have a broken device.
 QUARANTINED = "wrong"
-# Kind of the notes on the sizes of the program, with the number of their epoch.
+# Kind of the notes on the possible numbers of model replicas. A note has the number of the epoch
+# whose record lacks it.
 SIZES = "sizes"
 _HEARTBEAT = ".beat"
 _HEARTBEAT_BYTES = 64
@@ -69,8 +70,8 @@ class Journal:
 
     Kinds: ``epoch`` (records), ``term`` (coordinators: a standby that takes over claims the next
     number), ``node`` (ids given to nodes that joined later), ``gone`` (nodes that were given up),
-    ``wrong`` (nodes that get no role any more), ``sizes`` (the sizes of the program, which its
-    first record lacks), ``request`` (requests of users).
+    ``wrong`` (nodes that get no role any more), ``sizes`` (the possible numbers of
+    model replicas, which members report after the record), ``request`` (requests of users).
     """
 
     def __init__(self, directory: Path, check_own: Callable[[], None] = lambda: None) -> None:

@@ -41,9 +41,9 @@ def contact_seconds(beat_seconds: float, settings: Settings) -> float:
 
 
 def answer_seconds(settings: Settings) -> float:
-    """Return the time after which an agent sends another greeting in parallel to an unanswered
-    greeting; after the second it waits twice that time. Both waits together last as long as the
-    fence's limit.
+    """Return the time that an agent waits for an answer to its greeting before it sends a second
+    greeting in parallel. It waits twice as long for an answer to the second. Both waits together
+    last as long as the fence's limit.
     """
     return 2 * _UNCERTAIN_FRACTION * settings.fence_seconds
 

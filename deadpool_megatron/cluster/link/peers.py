@@ -74,8 +74,9 @@ class AgentPeer:
     )
 
     def ping(self) -> None:
-        """Send a ping to a silent agent, once for each silence. If the host receives it, the node
-        is not cut off, but its agent does not run. An agent that has no welcome yet gets no ping.
+        """Send a ping to a silent agent, once for each silence. If the kernel of its host
+        acknowledges the bytes, the node is not cut off, but its agent does not run. An agent that
+        has no welcome yet gets no ping.
         """
         if self.welcomed and not self.pinged and not self.dropped:
             self.pinged = True
@@ -150,8 +151,8 @@ class Peers:
         # Beats that arrive sooner after an acknowledgement are not acknowledged, unless reports
         # have arrived in the meantime.
         self._acknowledge_seconds = acknowledge_seconds(settings)
-        # The extra silence allowed to an agent that has only joined: it may not know that it is
-        # accepted, and then still applies the limit for rejoining.
+        # An agent that has only joined may be silent longer by this time: until it knows that it is
+        # accepted, it applies the limit for rejoining itself.
         given = ReturnLimits.of(settings, agents).given
         self._join_credit_seconds = max(0.0, given - settings.node_silence_seconds)
         self._events = events
@@ -177,7 +178,7 @@ class Peers:
         for peer in peers:
             peer.orders.add(self._order_count, frame)
         self.send_in_turns([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
-        # Orders that follow from a failure are numbered later and must be sent later.
+        # Only now, as this may lead to further orders, which must be sent after this order.
         for peer in peers:
             if peer.orders.is_over_full and self.agents.get(peer.node) is peer:
                 self._give_up(peer, f"it leaves {len(peer.orders)} orders unanswered")
@@ -188,7 +189,7 @@ class Peers:
         try:
             self._events.agent_left(peer, cause)
         finally:
-            self.forget(peer)  # afterwards, as the end of a dropped peer is not reported
+            self.forget(peer)  # afterwards, as agent_left does nothing for a dropped peer
 
     def send_in_turns(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
         """Call ``send`` for each peer. Among thousands of peers other callbacks of the loop get
@@ -231,7 +232,7 @@ class Peers:
 
     def reaches_majority(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
         """Return whether at least half of the connected agents have sent something within the
-        limit, except the agent on this coordinator's host: no network lies between them.
+        limit. The agent of ``own_node`` does not count, as it is reached without a network.
         """
         others = [peer for peer in self.agents.values() if peer.node != own_node]
         silent = sum(now - peer.last_seen > limit_seconds for peer in others)
@@ -348,7 +349,7 @@ class Peers:
             self.forget(old)
             if again:
                 peer.orders, peer.welcomed = old.orders, old.welcomed
-        if first.get("of") == self.boot:
+        if first.get("of") == self.boot:  # "o" is the number of an order of this coordinator
             peer.orders.acknowledge(int(first["o"]))
         self.agents[node] = peer
         return peer, again

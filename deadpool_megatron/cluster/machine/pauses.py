@@ -1,6 +1,6 @@
-"""Pauses of all members at the same iteration: before a drain, another protection plan, missing
-copies, a larger size, or the dump at the end. By then all that was computed is committed, so the
-close that follows loses nothing."""
+"""Pauses of all members at the same iteration: before a drain, another protection plan, the supply
+of missing copies, a larger size, or the dump at the end. By then all that was computed is
+committed, so the close that follows loses nothing."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def consider_pause(core: Core) -> None:
     if state.protection.plan != record.protection:
         _pause_next(core, pause_cause(state))
         return
+    # Some role that has too few copies by the record would have enough with the present nodes.
     if record.fewer_copies and record.fewer_copies - epoch.missing_copies_with(core, record.seats):
         _pause_next(core, "a new node can hold the missing copies")
         return

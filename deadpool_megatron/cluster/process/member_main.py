@@ -1,4 +1,5 @@
-"""The start of a new member process, forked or parked, up to the user's command."""
+"""The start of a new member process up to the user's command. The process was forked by the fork
+server, or parked: it has imported the modules and waited (see fork_server)."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class MemberSpec(Coded):
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
     """Turn this process (just forked, or parked) into the member, and end it with the member.
 
-    The objects of the server are excluded from garbage collection: to delete them would be to close
-    descriptors that are in use again.
+    The objects of the server are excluded from garbage collection: their deletion would close
+    descriptors whose numbers are in use again.
     """
     try:
         os.setpgid(0, 0)

@@ -30,7 +30,8 @@ from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.forms import Listed, read
 
-# Sections whose limit is first_step_seconds instead of hang_seconds.
+# Sections whose limit is first_step_seconds instead of hang_seconds. Those of the boundaries are
+# evaluations and saves.
 LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
 # The section whose usual length is learned (HangLimit).
 STEP = "step"
@@ -59,8 +60,8 @@ class Entered(Listed):
 
 @dataclass(frozen=True)
 class OnHost(Listed):
-    """A group whose operations a role's host waits for itself: the numbers of collectives and of
-    messages that the host has begun."""
+    """A group whose operations run without a device, so that the host waits in them: the numbers
+    of collectives and of messages that the host has begun."""
 
     group: str
     collectives: int
@@ -70,9 +71,9 @@ class OnHost(Listed):
 @dataclass(frozen=True)
 class OnDevice(Listed):
     """A group on a role's device: numbers of the operations that were enqueued, started and
-    completed. ``collective``: equal numbers mean the same operation on all roles; otherwise
-    collectives and messages are counted separately, and a number may belong to either count.
-    ``started``: None if unknown.
+    completed. ``collective``: whether an equal number means the same operation on all roles. If
+    not, the group has messages, too, with a count of their own, and a number may be of either
+    count. ``started``: None if unknown.
     """
 
     group: str
@@ -206,10 +207,10 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
 def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     """Return the culprits and the reason, where operations run on devices."""
     known = {role: s.device for role, s in busy.items() if s.device is not None}
-    pending = {role: [device for device in on if device.is_pending] for role, on in known.items()}
+    pending = {role: [g for g in groups if g.is_pending] for role, groups in known.items()}
     if len(known) < len(busy):
         return (), "not every role reports the state of its device"
-    outside = {role for role, on in pending.items() if not on}
+    outside = {role for role, groups in pending.items() if not groups}
     idle = tuple(sorted(role for role in outside if busy[role].waiting is None))
     if len(idle) == len(busy):
         return (), "no device has anything to do"
@@ -218,10 +219,10 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
         roles = tuple(role for role in idle if busy[role].iteration == first)
         where = f"in section {busy[roles[0]].section} of iteration {first}"
         return roles, f"the device of {_name(roles)} has nothing to do, {where}; others wait"
-    absent, operation = _absent({role: on for role, on in known.items() if role not in outside})
+    absent, operation = _absent({r: groups for r, groups in known.items() if r not in outside})
     if absent:
         return absent, f"{_name(absent)} did not enqueue {operation}, which others are in"
-    inside = {role: {device.is_inside for device in on} for role, on in pending.items()}
+    inside = {role: {g.is_inside for g in groups} for role, groups in pending.items()}
     stuck = tuple(sorted(role for role, states in inside.items() if states == {False}))
     if stuck and any(True in states for states in inside.values()):
         return stuck, f"the device of {_name(stuck)} does not start what others are in"
@@ -234,24 +235,24 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
     omitted.
     """
     newest: dict[str, int] = {}
-    for on in known.values():
-        for device in on:
-            if device.collective and device.is_pending:
-                newest[device.group] = max(newest.get(device.group, 0), device.completed + 1)
+    for groups in known.values():
+        for g in groups:
+            if g.collective and g.is_pending:
+                newest[g.group] = max(newest.get(g.group, 0), g.completed + 1)
     missing = {
-        (role, device.group): None
-        for role, on in sorted(known.items())
-        for device in on
-        if device.collective and device.enqueued < newest.get(device.group, 0)
+        (role, g.group): None
+        for role, groups in sorted(known.items())
+        for g in groups
+        if g.collective and g.enqueued < newest.get(g.group, 0)
     }
-    groups = {group for _, group in missing}
+    names = {name for _, name in missing}
     # A role that waits in a group where another role is missing is blocked, and blocks other roles
     # only because of that.
     blocked = {
         role
-        for role, on in known.items()
-        for device in on
-        if device.is_pending and device.group in groups and (role, device.group) not in missing
+        for role, groups in known.items()
+        for g in groups
+        if g.is_pending and g.group in names and (role, g.group) not in missing
     }
     roles = tuple(sorted({role for role, _ in missing} - blocked))
     if not roles:
@@ -312,6 +313,7 @@ class HangLimit:
         change of the number of model replicas the measurement begins again, as steps with fewer
         replicas are longer.
         """
+        # The number of a role encodes the number of model replicas (layout/ranks.py).
         size = first_role(min(statuses, default=0))
         if size != self._size:
             self._size, self._longest, self._steps = size, 0.0, 0

@@ -91,7 +91,8 @@ def update_copies(
 ) -> None:
     """Update copies of parameters, of this or of another role, as ``inner`` would update its own.
 
-    ``groups``: the plain values of its parameter groups; gradients are those of the copies.
+    ``groups``: the plain values of the parameter groups of the role whose copies these are. The
+    copies have their gradients.
     """
     shadow = without_hooks(inner.optimizer)
     shadow.state = defaultdict(dict, {copy.parameter: copy.state for copy in copies})
@@ -117,7 +118,8 @@ def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def chunks(inner: Any) -> Iterator[list[Tensor]]:
-    """Yield the parameters in batches that need, with their state, ``_CHUNK_BYTES`` at most."""
+    """Yield the parameters in batches that need, with their state, ``_CHUNK_BYTES`` at most, or are
+    a single parameter."""
 
     def bytes_of(parameter: Tensor) -> int:
         return sum(tensor.nbytes for _, tensor in all_tensors(inner, parameter))

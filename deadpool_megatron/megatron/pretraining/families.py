@@ -19,8 +19,8 @@ from deadpool_megatron.support.versions import FAMILIES
 
 @dataclass(frozen=True)
 class Family:
-    """Versions of Megatron-LM with the same places and behaviour: a row of
-    ``support/tables/versions.toml``, which explains each column."""
+    """Versions of Megatron-LM with the same behaviour and the same functions in the same modules: a
+    row of ``support/tables/versions.toml``, which explains each column."""
 
     globals_setter: str
     finalising: str
@@ -54,6 +54,7 @@ class Family:
         queue = async_utils._async_calls_queue
         if queue is not None:
             _abort_writers(queue)
+        # Versions with a queue from the start make it only then, so it is replaced here.
         renewed = type(queue)(persistent=queue.persistent) if self.queue_from_start else None
         async_utils._async_calls_queue = renewed
 
@@ -68,7 +69,8 @@ def family() -> Family:
 
 
 def place(named: str) -> tuple[Any, str]:
-    """Return the holder and the name of a function of Megatron, where its callers look it up.
+    """Return the holder and the name of a function or class of Megatron, where its callers look it
+    up.
 
     ``named``: ``MODULE:NAME`` or ``MODULE:HOLDER.NAME``.
     """

@@ -1,4 +1,4 @@
-"""The results of the newest iteration, with which train() is entered again after it.
+"""The results of the newest iteration, for an entry into train() that continues after it.
 
 The return value of a training step, and the sums of the log, are kept as encoded extras, from which
 they are restored exactly.
@@ -14,7 +14,7 @@ import torch
 from deadpool_megatron.megatron.loop_extras import capture_loss_sums, restore_loss_sums
 from deadpool_megatron.state import extras as codec
 
-# Positions in the return value of train_step() in 0.16.
+# Indices of the return value of train_step(), since 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
 # Megatron's arguments that an iteration changes.
 POSITIONS = ("consumed_train_samples", "skipped_train_samples")
@@ -32,8 +32,9 @@ class NewestIteration:
         self._before: dict[str, Any] = {}
         #: the result of consume_seqlen_stats_in_iteration(): sums over packed sequences
         self.lengths: list[float | None] = []
-        # The return value, sums of the log as training_log() found them, and sums that Megatron
-        # keeps elsewhere, and empties when it logs them. Empty before the first iteration.
+        # Encoded: the return value, the sums of the log as training_log() found them, and the sums
+        # of auxiliary losses, which Megatron empties when it logs them. No bytes before the first
+        # iteration.
         self._kept = b""
 
     @property
@@ -71,9 +72,10 @@ class NewestIteration:
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """Return the answer again, for train() to continue after it.
 
-        After its first iteration, train() begins to gather parameters ahead, unless the update was
-        skipped. If it did so before an iteration with a skipped update, it must do so here. So the
-        answer hides the skip; :attr:`skipped` has the truth.
+        After its first iteration, train() begins to gather parameters ahead, unless that iteration
+        skipped its update. If parameters were gathered ahead before the newest iteration already,
+        this must continue even if the newest iteration skipped its update. So the answer hides the
+        skip; :attr:`skipped` has the truth.
         """
         answer = codec.decode(self._kept, device)["answer"]
         if self._before["gathers_ahead"]:

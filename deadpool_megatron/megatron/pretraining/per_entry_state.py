@@ -26,9 +26,9 @@ def for_training(
     trained no iteration), in a run that began after ``first``.
 
     ``lengths`` returns the sums over sequences of the newest iteration, which belong to its
-    generation. The function that this yields takes them as soon as the step is over (collective
-    where sequences were packed; no sums before Megatron-LM 0.18). The sums that an interrupted step
-    has left are dropped.
+    generation; train() gets these. Yields Megatron's own function, which returns the sums of a step
+    that has just ended and resets them (collective where sequences were packed; no sums before
+    Megatron-LM 0.18). The sums that an interrupted step has left are dropped.
     """
     from megatron.training import get_args, training
 
