@@ -6,6 +6,7 @@ has a record, seats are live, every wait has a deadline, and nothing happens bef
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_a_successor_knows_the_size_at_which_the_run_trains():
     world.train()
     assert (world.state.phase, world.size) == (Phase.RUNNING, 2)
     world.take_over_quietly()
+
+
+def test_a_report_during_the_run_takes_no_size_away():
+    """As from a node whose memory has filled up since the start."""
+    world = still(Shape(3, 0, is_elastic=True))
+    world.train()
+    world.reported_sizes = replace(world.sizes, replicas=(3,), reason="too little memory")
+    for _ in range(2):
+        world.lose(max(world.nodes))
+        world.wait("spare_timeout")
+        world.train()
+        assert (world.state.phase, world.size) == (Phase.RUNNING, 2)
+        world.join()
+        world.wait("settle")
+        world.wait("settle")
+        world.train()
+        assert (world.state.phase, world.size) == (Phase.RUNNING, 3)
 
 
 @pytest.mark.parametrize("lost", [None, 0, 2])

@@ -310,7 +310,9 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
         epoch.close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
         return
     memory.layouts[role] = layout
-    memory.add_sizes(event.sizes)
+    # The program determines the sizes. A lack of memory later on makes a change fail, no more.
+    if memory.sizes is None or (state.record.begins and not state.restarted):
+        memory.add_sizes(event.sizes)
 
 
 def _end_as_other_model(core: Core, known: records.RoleLayout, layout: records.RoleLayout) -> None:
