@@ -136,10 +136,10 @@ class HeartbeatTiming:
 
     @staticmethod
     def of(settings: Settings) -> HeartbeatTiming:
-        """Return the times: 0.27, 0.53, 1.07, 1.07, 2.13 and 2.67 s with the default fence limit of
+        """Return the times: 0.27, 0.53, 1.07, 1.07, 1.07 and 2.67 s with the default fence limit of
         3.2 s."""
         beat = settings.fence_seconds / 12
-        return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat, 8 * beat, 10 * beat)
+        return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat, 4 * beat, 10 * beat)
 
 
 @dataclass

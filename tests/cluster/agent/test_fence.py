@@ -43,6 +43,7 @@ def test_limits_of_the_fence_fit_each_other():
         for agents in (2, 64, 1024, 4096, 100_000):
             limits = ReturnLimits.of(chosen, agents)
             assert (limits.used + rest) * 1.05 <= limits.given <= chosen.rejoin_seconds
+            assert HeartbeatTiming.of(chosen).calm < limits.used
     assert DEFAULTS.node_silence_seconds + TICK < 5.0, "a powered-off host is noticed in 5 s"
     times = [ReturnLimits.of(DEFAULTS, agents).given for agents in (0, 4, 1024, 4096, 10_000)]
     assert times == pytest.approx([3.1, 3.1, 5.325, 12.0, 12.0], abs=0.01)
