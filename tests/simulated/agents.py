@@ -109,7 +109,6 @@ class Node:
     epoch: int = 0
     closed: int = 0
     is_moved: bool = False
-    host: str = "host"
     memory_bytes: int = 0
 
     def report(self, *reports: ev.OfMember) -> None:
@@ -123,7 +122,7 @@ class Node:
         of = {rank: member.reported.get(ev.Restored) for rank, member in self.members.items()}
         restored = {rank: report.epoch for rank, report in of.items() if report is not None}
         running = {rank: member.seat.incarnation for rank, member in self.members.items()}
-        place = self.number, self.host, self.number, f"node{self.number}"
+        place = self.number, "host", self.number, f"node{self.number}"
         known = self.epoch, self.closed, restored, self.memory_bytes
         return ev.NodeJoined(*place, running, dict(self.incarnations), *known)
 

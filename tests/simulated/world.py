@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import MemberStatus, Phase
-from deadpool_megatron.cluster.machine.takeover import rejoin_limit_seconds
 from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import keep_lineages
@@ -61,8 +60,6 @@ def next_deadline(state: states.State, config: states.Config) -> float:
     if isinstance(doing, states.TakingOver) and config.restarted:
         began = doing.deadline - settings.start_seconds
         times += [began + settings.connect_seconds, began + settings.rejoin_seconds]
-    elif isinstance(doing, states.TakingOver) and are_apart(state.record):
-        times.append(doing.deadline - rejoin_limit_seconds(config) + config.return_seconds)
     if state.blame.suspicion is not None:
         times.append(state.blame.suspicion.until)
     limits = dict.fromkeys(MemberStatus, settings.start_seconds)
@@ -73,11 +70,6 @@ def next_deadline(state: states.State, config: states.Config) -> float:
         if member.status is MemberStatus.KILLED or place not in state.seats.role_by_place
     ]
     return min(times, default=math.inf) if state.phase is not Phase.ENDED else math.inf
-
-
-def are_apart(record: EpochRecord) -> bool:
-    """Whether the nodes are on several hosts."""
-    return len({address.host for address in record.nodes.values()}) > 1
 
 
 def knowledge(state: states.State) -> dict[str, object]:
@@ -118,7 +110,7 @@ class World(Agents):
         self.failures: dict[int, Counter[int]] = {0: Counter()}  # epoch -> size -> failed changes
         self.waits_since: float | None = None
         self.told_size = self.sizes.replicas[-1]  # by the newest event
-        self.rested_at = self.ticked_at = self.changed_at = self.taken_over_at = clock.now
+        self.rested_at = self.ticked_at = self.changed_at = clock.now
         for _ in range(config.nodes + config.spares):
             self.join()
 
@@ -136,7 +128,6 @@ class World(Agents):
             self.saved = [save, *(s for s in self.saved if s.path != event.path)]
         actions = self.machine.handle(event, self.clock.now)
         self.fed += 1
-        self._check_return(event)
         if self.fed % self.check_every == 0 and not isinstance(event, ev.NodeJoined):
             self._repeat(event)
         is_calm = state.phase in (Phase.RUNNING, Phase.ENDED)
@@ -287,18 +278,6 @@ class World(Agents):
         if self.clock.now > self.waits_since + limit and self.state.lineage.valid:
             assert fleet.places_with(MemberStatus.KILLED) or self.fitting(fleet.members) == 0
 
-    def _check_return(self, event: ev.Input) -> None:
-        """No node that is there is given up for a proof that it is gone. A run that goes on waits
-        for none beyond the limit."""
-        if isinstance(event, ev.AgentEnded):
-            assert event.node not in self.nodes or event.node not in self.state.fleet.removed
-        elif isinstance(event, ev.SilenceVoid):
-            self.taken_over_at = self.clock.now
-        is_late = self.clock.now > self.taken_over_at + self.config.return_seconds + 1e-6
-        if isinstance(event, ev.Tick) and is_late and self.state.survived:
-            is_waiting = isinstance(self.state.phase_state, states.TakingOver)
-            assert not is_waiting or self.state.restarted or not are_apart(self.record)
-
     def fitting(self, places: Container[tuple[int, int]]) -> int:
         """The largest size, of those not struck off, for nodes all of whose places are these."""
         fleet, ranks = self.state.fleet, range(self.config.nproc)
@@ -337,8 +316,6 @@ class World(Agents):
         number, self.next_node = self.next_node, self.next_node + 1
         orders = Channel[act.Action](self.clock, lambda o: self.obey(here, o), "orders", number)
         here = Node(number, orders, Channel(self.clock, self.feed, "reports", number))
-        if self.clock.delay_seconds:
-            here.host = f"host{number}"
         self.nodes[number] = here
         here.reports.send(here.join())
 
@@ -392,7 +369,6 @@ class World(Agents):
             lost.reports.reset()
         self.lost.clear()
         self.machine = Machine(self.config, self.clock.now)
-        self.taken_over_at = self.clock.now
         if self.journaled:
             if not noted:
                 self.noted.clear()

@@ -67,7 +67,7 @@ class AgentParts:
         files: Files | None = None,
     ) -> None:
         node, run, info, segments = options.node, options.run, options.info, options.segments
-        self.fence = Fence(info.settings, info.nodes + info.spares)
+        self.fence = Fence(info.settings)
         self.logs = LocalLogs(options.logs)
         self.files = files or Files(options.logs, run.logs, run.check_own)
         self.standby: StandbySupervisor | None = None
@@ -395,8 +395,9 @@ class Agent:
     # Contact with the coordinator.
 
     def _look_for_cut(self, now: float) -> None:
+        silent = self._cut_limit.silent_seconds(now)
         if self._standby is not None:
-            self._standby.contact(self._link.is_in_touch)
+            self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
         self._look_for_coordinator(now)
         verdict = "" if self._options.launcher_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.absent_agents import probe_absent
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.commands import Commands, describe
 from deadpool_megatron.cluster.coordinator.context import Context
@@ -79,14 +78,13 @@ class Coordinator:
         self._requests = state.requests
         self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.lineage.newest)
         self.files = RunFiles(options.run, options.info, term, self._progress)
-        agents = options.info.nodes + options.info.spares
-        self.peers = Peers(self._settings, self, term, agents)
+        self.peers = Peers(self._settings, self, term)
         self.sign = SignOfLife(
             self._journal,
             term,
             HeartbeatTiming.of(self._settings),
             is_reachable=self._is_reachable,
-            on_gap=self._void_silence,
+            on_gap=self.peers.reset_timers,
             on_newer=self.superseded,
             on_trouble=self.warn,
         )
@@ -137,7 +135,6 @@ class Coordinator:
         if (record := self.state.record) is not None:
             await asyncio.to_thread(self.orders.prepare, record)
         self.spawn(listener.run())
-        self.spawn(probe_absent(self.state, self.feed, self._settings.beat_interval_seconds / 2))
         pid = os.getpid()
         process = {"pid": pid, "hostname": socket.gethostname()}
         started = {str(pid): posix.start_time(pid)}
@@ -347,14 +344,12 @@ class Coordinator:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - last > 3 * interval:
-                self._void_silence(now)
+                self.peers.reset_timers(now)
             last = now
             quiet = self.peers.silent(self._settings.node_silence_seconds / 2, now)
             # Without a fresh sign of life, nodes continue without this coordinator, and their
             # silence proves nothing.
-            if not self.sign.is_fresh(now):
-                self.feed(inputs.SilenceVoid())
-            elif quiet:
+            if quiet and self.sign.is_fresh(now):
                 for lost in self._watchdog.at_silence(quiet, now):
                     self.feed(lost)
             if self._watchdog.is_due(now):
@@ -363,14 +358,6 @@ class Coordinator:
             if self.checkpoints.is_used:
                 self.checkpoints.tick()
             self._garbage.tick(now)
-
-    def _void_silence(self, now: float) -> None:
-        """Restart all waits for agents, because silence until now proves nothing."""
-        self.peers.reset_timers(now)
-        self.feed(inputs.SilenceVoid())
-
-    def has_heartbeat(self) -> bool:
-        return self.sign.is_fresh(time.monotonic())
 
     def _watch(self) -> None:
         """Check the progress of all roles, once."""
@@ -460,7 +447,6 @@ def _machine_config(options: CoordinatorOptions) -> Config:
         check_only=info.check_only,
         finished=info.finished,
         from_scratch=info.from_scratch,
-        still_seconds=options.recovered.still_seconds,
     )
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, readable
 
-# The first in the order of succession look as often as the sign of life changes.
-_WATCHFUL = 2
+# The beats between two looks while the agent is connected to a coordinator: no takeover is near.
+_CONNECTED_BEATS = 8
 _GLANCE_SECONDS = 0.05
 _RECEIVE_BYTES = 1 << 16
 
@@ -136,8 +136,7 @@ class Standby:
         if self._term != before:
             return None  # another standby has claimed a term, and will soon give a sign of life
         # All slow work is done before the claim, as other processes expect a sign of life after it.
-        recovered = look_up(self._journal, self._durable, self.recovered.record)
-        self.recovered = replace(recovered, still_seconds=self._succession.still_seconds(now))
+        self.recovered = look_up(self._journal, self._durable, self.recovered.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -171,10 +170,8 @@ class Standby:
 
     def _pause(self) -> bool:
         """Wait until the next look, or until the agent sends a change; return False at EOF."""
-        # While the agent is connected to a coordinator, no takeover is near.
-        is_urgent = self._lost or self._place < _WATCHFUL
-        pause = self._rhythm.beat if is_urgent else self._rhythm.calm
-        if not readable(self._options.agent.fileno(), pause):
+        beats = 1 if self._lost else _CONNECTED_BEATS
+        if not readable(self._options.agent.fileno(), beats * self._rhythm.beat):
             return True
         data = self._options.agent.recv(_RECEIVE_BYTES)
         for order in self._orders.feed(data):

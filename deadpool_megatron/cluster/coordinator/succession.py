@@ -30,14 +30,12 @@ _DURABLE_SECONDS = 1.0
 class RecoveredState:
     """State that a coordinator reads before its term is claimed: the newest record and the valid
     checkpoints. ``is_durable_read``: whether the checkpoints could be read; if not, the coordinator
-    reads them as soon as the run directory answers. ``still_seconds``: how long the sign of life
-    had stood still before.
+    reads them as soon as the run directory answers.
     """
 
     record: EpochRecord | None = None
     valid: Valid = ()
     is_durable_read: bool = True
-    still_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

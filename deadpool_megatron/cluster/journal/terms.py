@@ -122,24 +122,18 @@ class HeartbeatTiming:
     coordinator is dead. ``alone``: without reports of most agents for this time, a coordinator
     withholds its sign. As alone + beat + stall + beat is less than the limit of the fence, no node
     is fenced then. As gap + beat < stall, a coordinator that is assumed dead knows of its gap.
-    ``calm``: the time between looks of a standby whose agent is connected to the coordinator.
-    ``unread``: an agent that has not looked for longer cannot read the journal. It is less than the
-    limit of the fence.
     """
 
     beat: float
     gap: float
     stall: float
     alone: float
-    calm: float
-    unread: float
 
     @staticmethod
     def of(settings: Settings) -> HeartbeatTiming:
-        """Return the times: 0.27, 0.53, 1.07, 1.07, 1.07 and 2.67 s with the default fence limit of
-        3.2 s."""
+        """Return the times: 0.27, 0.53, 1.07 and 1.07 s with the default fence limit of 3.2 s."""
         beat = settings.fence_seconds / 12
-        return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat, 4 * beat, 10 * beat)
+        return HeartbeatTiming(beat, 2 * beat, 4 * beat, 4 * beat)
 
 
 @dataclass
@@ -219,45 +213,6 @@ class SignOfLife:
         return is_followed
 
 
-# The number of agents that get all of ``rejoin_seconds`` to come back to a successor.
-_MAX_AGENTS = 4096
-
-
-@dataclass(frozen=True)
-class ReturnLimits:
-    """The time that agents have to come back to a coordinator that has taken over, in seconds; it
-    rises with the number of agents.
-
-    ``given``: the coordinator gives it to each node from its claim. ``used``: a node ends its
-    members this long after the last read that showed no living coordinator, which is no later than
-    the claim. With P, D and r as in :class:`~deadpool_megatron.cluster.agent.fence.Fence`:
-    (used + P + D) r < given.
-    """
-
-    given: float
-    used: float
-
-    @staticmethod
-    def of(settings: Settings, agents: int) -> ReturnLimits:
-        """Return the limits: 3.1 and 1.6 s for a few agents with the default settings; for 4,096
-        agents 12 and 8.2 s."""
-        fence, silence = settings.fence_seconds, settings.node_silence_seconds
-        few, used_by_few = silence - fence / 2, fence / 2
-        share = min(1.0, agents / _MAX_AGENTS)
-        return ReturnLimits(
-            few + share * (settings.rejoin_seconds - few),
-            used_by_few + share * (settings.rejoin_seconds * fence / silence - used_by_few),
-        )
-
-    def after(self, still_seconds: float, settings: Settings) -> float:
-        """Return the time to give after a claim that found the sign of life unchanged for
-        ``still_seconds``. Acknowledgements were sent for ``gap`` longer than signs, and a node may
-        rely on each of them for ``fence_seconds``.
-        """
-        gap = HeartbeatTiming.of(settings).gap
-        return max(self.given, settings.node_silence_seconds + gap - still_seconds)
-
-
 # Before the first record spares may still be starting: training nodes wait this many turns longer.
 _TURNS_FOR_SPARES = 10
 
@@ -309,20 +264,16 @@ class Succession:
         if blind_seconds > 3 * self._rhythm.stall:
             self._changed_at = ended
 
-    def still_seconds(self, now: float) -> float:
-        """Return how long the sign of life has been seen to stand still."""
-        return now - self._changed_at
-
     def is_stale(self, now: float) -> bool:
         """Return whether the sign is old enough to try a connection to the coordinator."""
-        return self.still_seconds(now) >= self._rhythm.stall - self._rhythm.beat
+        return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
 
     def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:
         """Return whether the standby may claim. ``refused``: the coordinator's address refuses
         connections. ``in_touch``: this node's agent is connected to the coordinator. If the
         coordinator is cut off from other nodes, this node is too, so it lets others claim first.
         """
-        waited = self.still_seconds(now)
+        waited = now - self._changed_at
         if self._mark[0] <= self._ended:
             return waited >= 2 * self._rhythm.beat * order
         still = waited - self._rhythm.stall * order

@@ -206,7 +206,7 @@ class CoordinatorLink:
 
     ``address()`` is called before each attempt (a new coordinator may be elsewhere); ``join()``
     returns the first message; ``on_message`` gets every order, the welcome first; ``on_contact(at,
-    term, has_heartbeat)``: see :meth:`~deadpool_megatron.cluster.agent.fence.Fence.record_contact`.
+    term)`` gets the time when the newest acknowledged beat or join was sent, in monotonic seconds.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class CoordinatorLink:
         settings: Settings,
         join: Callable[[], Mapping[str, Any]],
         on_message: Callable[[Mapping[str, Any]], None],
-        on_contact: Callable[[float, int, bool], None] = lambda sent_at, term, has_heartbeat: None,
+        on_contact: Callable[[float, int], None] = lambda sent_at, term: None,
     ) -> None:
         self._address = address
         self._settings = settings
@@ -269,13 +269,6 @@ class CoordinatorLink:
             self._session.writer.write(data)
 
     @property
-    def is_in_touch(self) -> bool:
-        """Return whether the newest coordinator has acknowledged a recent beat."""
-        is_silent = time.monotonic() - self._contact_at > self.contact_seconds
-        session, address = self._session, self._address()
-        return session is not None and not is_silent and address in (None, session.address)
-
-    @property
     def contact_seconds(self) -> float:
         """Return the age of the newest acknowledged beat above which contact is uncertain."""
         return message_limits.contact_seconds(self._pace.seconds, self._settings)
@@ -322,8 +315,7 @@ class CoordinatorLink:
             self._session = None
 
     async def run(self, limit_seconds: float) -> None:
-        """Connect, serve, reconnect with growing pauses, or at once to a successor; end only by an
-        exception.
+        """Connect, serve, reconnect with growing pauses; end only by an exception.
 
         Raises CoordinatorLost when there is no connection for ``limit_seconds``, or when the
         coordinator refuses this node.
@@ -338,9 +330,7 @@ class CoordinatorLink:
                 pause = _FIRST_PAUSE_SECONDS
             if time.monotonic() - self._lost_at > limit_seconds:
                 raise CoordinatorLost(f"no coordinator for {limit_seconds:g} s: {self.trouble}")
-            until, address = time.monotonic() + pause, self._address()
-            while time.monotonic() < until and self._address() == address:
-                await asyncio.sleep(_FIRST_PAUSE_SECONDS)
+            await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     async def _stay_in_contact(self) -> None:
@@ -394,9 +384,12 @@ class CoordinatorLink:
 
     def _is_uncertain(self) -> bool:
         """Return whether another greeting is needed to reach the newest coordinator."""
-        if self._refused or self.is_in_touch:
+        address, session = self._address(), self._session
+        is_silent = time.monotonic() - self._contact_at > self.contact_seconds
+        in_touch = session is not None and not is_silent and address in (None, session.address)
+        if self._refused or in_touch:
             return False
-        return not self._greetings.tasks or self._greetings.needs_another(self._address())
+        return not self._greetings.tasks or self._greetings.needs_another(address)
 
     def _first_message(self) -> dict[str, Any]:
         return {**self._join(), "term": self._term, "of": self._boot, "o": self._newest_order}
@@ -426,8 +419,7 @@ class CoordinatorLink:
         )
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
-            has_heartbeat = bool(session.welcome["has_heartbeat"])
-            self._record_contact(session.joined_at, session.term, has_heartbeat)
+            self._record_contact(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         beat = float(session.welcome.get("beat_seconds", 0.0))
@@ -464,17 +456,16 @@ class CoordinatorLink:
                 message = await framing.read_frame(session.reader)
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
-                has_heartbeat = bool(message["has_heartbeat"])
-                self._record_contact(float(message["beat"]), session.term, has_heartbeat)
+                self._record_contact(float(message["beat"]), session.term)
             elif message.get("t") == "ping":
                 pass  # the acknowledgement by TCP is the answer to the ping
             elif int(message.get("o", self._newest_order + 1)) > self._newest_order:
                 self._newest_order = int(message.get("o", self._newest_order))
                 self._on_message(message)
 
-    def _record_contact(self, sent_at: float, term: int, has_heartbeat: bool) -> None:
+    def _record_contact(self, sent_at: float, term: int) -> None:
         self._contact_at = max(self._contact_at, sent_at)
-        self._on_contact(sent_at, term, has_heartbeat)
+        self._on_contact(sent_at, term)
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

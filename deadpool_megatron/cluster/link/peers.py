@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.journal.terms import ReturnLimits
 from deadpool_megatron.cluster.link.message_limits import RetransmitQueue, acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -126,9 +125,6 @@ class PeerEvents(Protocol):
     def superseded(self, reason: str) -> None:
         """Step down, because another coordinator holds a newer term."""
 
-    def has_heartbeat(self) -> bool:
-        """Return whether this coordinator's heartbeat is in the journal now."""
-
     async def command(self, message: Message) -> dict[str, Any]:
         """Return the answer to a command of a user."""
 
@@ -139,7 +135,7 @@ class PeerEvents(Protocol):
 class Peers:
     """The coordinator's connections, for its loop only. ``term``: the coordinator's term."""
 
-    def __init__(self, settings: Settings, events: PeerEvents, term: int, agents: int) -> None:
+    def __init__(self, settings: Settings, events: PeerEvents, term: int) -> None:
         self.agents: dict[int, AgentPeer] = {}
         self.boot = secrets.token_hex(8)  # distinguishes this coordinator from others for agents
         self.refusals = 0
@@ -153,8 +149,7 @@ class Peers:
         self._acknowledge_seconds = acknowledge_seconds(settings)
         # An agent that has only joined may be silent longer by this time: until it knows that it is
         # accepted, it applies the limit for rejoining itself.
-        given = ReturnLimits.of(settings, agents).given
-        self._join_credit_seconds = max(0.0, given - settings.node_silence_seconds)
+        self._join_credit_seconds = settings.rejoin_seconds - settings.node_silence_seconds
         self._events = events
         self._term = term
         # The number of the newest report from each agent process, kept after its connection ends.
@@ -212,7 +207,7 @@ class Peers:
         """Send an agent its welcome, then ``record``, the frame of a record that it lacks, and then
         every order that it has not acknowledged."""
         peer.welcomed = True
-        peer.send({**message, "boot": self.boot, "has_heartbeat": self._events.has_heartbeat()})
+        peer.send({**message, "boot": self.boot})
         if record:
             peer.send_frame(record)
         for _, frame in peer.orders:
@@ -395,8 +390,7 @@ class Peers:
         newest, (last, at) = self.newest_report(peer), peer.acknowledged
         if newest != last or peer.last_seen - at >= self._acknowledge_seconds:
             peer.acknowledged = (newest, peer.last_seen)
-            has_heartbeat = self._events.has_heartbeat()
-            peer.send({"t": "ack", "n": newest, "beat": sent_at, "has_heartbeat": has_heartbeat})
+            peer.send({"t": "ack", "n": newest, "beat": sent_at})
 
     def _take(self, peer: AgentPeer, message: Message) -> None:
         peer.last_seen = time.monotonic()

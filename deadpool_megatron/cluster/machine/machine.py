@@ -38,8 +38,6 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
     ev.FactsReported: bootstrap.facts_reported,
     ev.NodeLost: membership.node_lost,
-    ev.AgentEnded: takeover.agent_ended,
-    ev.SilenceVoid: takeover.restart_wait,
     ev.NodeInventory: epoch.note_inventory,
     ev.StepReported: epoch.step_reported,
     ev.PhaseReported: epoch.phase_reported,
@@ -76,7 +74,7 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.PauseRefused: pauses.pause_later,
 }
 # Inputs after which all awaited nodes may have joined.
-_GATHERS = (ev.NodeJoined, ev.NodeLost, ev.AgentEnded, ev.MemberHello, ev.MemberRegistered)
+_GATHERS = (ev.NodeJoined, ev.NodeLost, ev.MemberHello, ev.MemberRegistered)
 
 
 class Machine(Core):
@@ -110,10 +108,9 @@ class Machine(Core):
         the cause, ``quarantined`` the nodes quarantined since, with their hosts (see
         membership.quarantine).
 
-        Agents have ``return_seconds`` to join again (see states.Config), if some have been started
-        again ``rejoin_seconds``, after a restart of all processes ``start_seconds``. Training
-        continues meanwhile, and afterwards in the same epoch unless something has happened to it
-        (see takeover).
+        Agents have ``rejoin_seconds`` to join again, after a restart of all processes
+        ``start_seconds``. Training continues meanwhile, and afterwards in the same epoch unless
+        something has happened to it (see takeover).
         """
         state, config, history = self.state, self.config, last.history
         if config.has_new_command:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from deadpool_megatron.cluster.journal.terms import ReturnLimits
 from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, FinalStatus
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
@@ -38,8 +37,7 @@ class Config:
     ended, and its agents start again; ``has_new_command``: a new command has started them, whose
     settings apply from now on. ``check_only``: the run ends when its nodes are judged.
     ``finished``: iterations finished before the start; ``from_scratch``: the run may begin at
-    iteration 0 if their state is lost. ``still_seconds``: how long the last coordinator's heartbeat
-    had not changed when this coordinator claimed its term.
+    iteration 0 if their state is lost.
     """
 
     nodes: int
@@ -54,13 +52,6 @@ class Config:
     check_only: bool = False
     finished: int = 0
     from_scratch: bool = False
-    still_seconds: float = 0.0
-
-    @property
-    def return_seconds(self) -> float:
-        """Return how long agents may take to come back to a coordinator that has taken over."""
-        limits = ReturnLimits.of(self.settings, self.nodes + self.spares)
-        return limits.after(self.still_seconds, self.settings)
 
     @property
     def world_size(self) -> int:

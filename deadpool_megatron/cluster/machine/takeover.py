@@ -42,41 +42,16 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
         close(core, Failure(cause, FailureKind.COORDINATOR))
 
 
-def agent_ended(core: Core, event: ev.AgentEnded) -> None:
-    """Give up a node that is awaited, unless all processes of the run, or of some nodes, have been
-    started again: then it may be about to come back."""
-    state = core.state
-    is_restart = core.config.restarted or state.restarted
-    if not isinstance(state.phase_state, TakingOver) or state.record is None or is_restart:
-        return
-    if event.node in state.fleet.absent(state.record.nodes):
-        cause = "its agent has ended: its host refuses connections"
-        give_up(core, event.node, cause, FailureKind.NODE_LOST)
-
-
-def restart_wait(core: Core, _: ev.SilenceVoid) -> None:
-    """Give absent agents their whole time again: meanwhile they may have relied on the silence of
-    this coordinator (see agent/fence.py)."""
-    if isinstance(core.state.phase_state, TakingOver):
-        core.state.phase_state.deadline = core.now + rejoin_limit_seconds(core.config)
-
-
 def check_rejoined(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Continue when every node of the newest record is back or lost.
 
     After a restart nothing is lost by waiting: lost nodes may come back under other numbers, with
     their slots, so that as many nodes are awaited as have seats in the record. If an earlier agent
     has come back, others may still train, and no node counts as lost before ``rejoin_seconds``.
-    Nor does it where all nodes share a host: no power or network failure separates them.
     """
     state, config = core.state, core.config
     began = taking_over.deadline - rejoin_limit_seconds(config)
     is_late = core.now >= began + config.settings.rejoin_seconds
-    is_apart = len({address.host for address in record.nodes.values()}) > 1
-    is_over = is_apart and core.now >= began + config.return_seconds
-    if is_over and state.survived and not state.restarted:
-        end_wait(core, taking_over, record)
-        return
     if state.restarted and (is_late or not state.survived):
         waits_for_spares = core.now < began + config.settings.connect_seconds
         wanted = config.nodes + config.spares if waits_for_spares else len(state.seats.nodes)
@@ -108,17 +83,14 @@ def _is_unclear(core: Core, record: EpochRecord) -> bool:
 
 
 def rejoin_limit_seconds(config: Config) -> float:
-    """Return how long agents may take to reach a coordinator that has taken over, if some of them
-    have been started again."""
-    if config.restarted:
-        return config.settings.start_seconds
-    return max(config.settings.rejoin_seconds, config.return_seconds)
+    """Return how long agents may take to reach a coordinator that has taken over."""
+    settings = config.settings
+    return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
 def end_wait(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Count the nodes that have not come back by now as lost."""
-    waited = core.now - taking_over.deadline + rejoin_limit_seconds(core.config)
-    reason = f"did not reconnect within {waited:.0f} s"
+    reason = f"did not reconnect within {rejoin_limit_seconds(core.config):g} s"
     for node in core.state.fleet.absent(record.nodes):
         give_up(core, node, reason, FailureKind.NODE_LOST)
     _resume(core, taking_over, record)

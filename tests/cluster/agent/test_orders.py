@@ -28,7 +28,7 @@ def test_agent_reports_inventory_in_time_if_nothing_answers(tmp_path, monkeypatc
     )
     lines = world.live(
         [
-            'coordinator: {"t": "welcome", "boot": "c1", "term": 1, "seen": 0, "has_heartbeat": 1}',
+            'coordinator: {"t": "welcome", "boot": "c1", "term": 1, "seen": 0}',
             'coordinator: {"t": "start", "slots": {"0": 1}, "provisional_roles": {}}',
             'member 0.1: [{"t": "hello"}]',
             'coordinator: {"enter": [1, [[0, 0, 1]], [0, 1]]}',

@@ -141,7 +141,7 @@ class _Connection(Stream):
             if message["t"] != "beat" or len(message) > 2:
                 self._world.note(f"to the coordinator: {json.dumps(message)}")
             if sent_at is not None and self._world.acknowledges:
-                ack = {"t": "ack", "n": self._had, "beat": sent_at, "has_heartbeat": True}
+                ack = {"t": "ack", "n": self._had, "beat": sent_at}
                 self.reader.feed_data(framing.encode(ack))
 
     def close(self) -> None:

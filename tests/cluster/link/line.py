@@ -126,7 +126,7 @@ class Office:
     def __init__(self, settings: Settings, nodes: int, term: int) -> None:
         info = SimpleNamespace(settings=settings, nodes=nodes, spares=0)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
-        self.peers = Peers(settings, self, term, nodes)
+        self.peers = Peers(settings, self, term)
         self.orders = Orders(options, self.peers)
         self.reports: list[Any] = []
         self.left: set[int] = set()
@@ -155,9 +155,6 @@ class Office:
 
     def superseded(self, reason: str) -> None:
         self.newer_terms.append(reason)
-
-    def has_heartbeat(self) -> bool:
-        return True
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError

@@ -51,7 +51,7 @@ class PeerPrinter:
 
     def __init__(self, settings: Settings) -> None:
         self.fails: Any = None
-        self.peers = Peers(settings, self, 1, agents=4096)
+        self.peers = Peers(settings, self, 1)
         self.peers.boot = "c1"
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
@@ -71,9 +71,6 @@ class PeerPrinter:
 
     def superseded(self, reason: str) -> None:
         print(f"superseded: {reason}")
-
-    def has_heartbeat(self) -> bool:
-        return True
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {"ok": bool(message["command"])}

@@ -59,7 +59,6 @@ def made(
 
 def session(term: int) -> Contact:
     welcome = {"t": "welcome", "term": term, "boot": f"coordinator {term}", "seen": 0}
-    welcome["has_heartbeat"] = True
     writer = cast(asyncio.StreamWriter, Stream())
     return Contact(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
 

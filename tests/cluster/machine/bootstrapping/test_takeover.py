@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Collection
-from dataclasses import replace
 
 import pytest
 
@@ -33,13 +32,6 @@ def rejoin(
             node, "host", 1000 + node, f"node{node}", alive, there, newest, closed, done
         )
         rig.feed(event)
-
-
-def on_hosts(rig: Rig) -> Rig:
-    """Have each node of the record on a host of its own."""
-    nodes = rig.record.nodes
-    nodes.update({node: replace(each, host=f"host{node}") for node, each in nodes.items()})
-    return rig
 
 
 def repeat(rig: Rig) -> None:
@@ -94,40 +86,6 @@ def test_node_that_does_not_come_back_is_lost(node):
         assert_untouched(rig)  # a spare that owes no copy
     rejoin(rig, old, node)
     assert rig.only(act.DropNode).node == node
-
-
-@pytest.mark.parametrize("restarted", [True, False])
-def test_node_whose_agent_is_proved_to_have_ended_is_not_awaited(*, restarted):
-    """After a restart it may be about to come back. Of others the proof means nothing."""
-    old = Rig(nodes=2, spares=1).run()
-    rig = old.successor(restarted=restarted)
-    rejoin(rig, old, 0, 2)
-    for node in (0, 2, 9):
-        rig.feed(ev.AgentEnded(node))
-    assert not rig.state.fleet.removed
-    rig.feed(ev.AgentEnded(1))
-    if restarted:
-        assert not rig.state.fleet.removed
-    else:
-        assert "node 1: its agent has ended" in rig.only(act.CloseEpoch).cause
-        rig.closed(g(7))
-        assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    old.feed(ev.AgentEnded(1))
-    assert old.state.fleet.nodes.keys() == {0, 1, 2}
-
-
-@pytest.mark.parametrize(("still", "limit"), [(9.0, 3.1), (1.0, 4.2333), (0.0, 5.2333)])
-def test_silent_node_is_lost_when_agents_have_had_their_time(still, limit):
-    """Counted again after a gap in the heartbeat of the coordinator itself."""
-    old = on_hosts(Rig(nodes=2, spares=1).run())
-    rig = old.successor(still_seconds=still)
-    rejoin(rig, old, 0, 2)
-    rig.tick(limit - 0.02)
-    rig.feed(ev.SilenceVoid())
-    rig.tick(limit - 0.02)
-    assert not rig.state.fleet.removed
-    rig.tick(0.04)
-    assert rig.state.fleet.removed.keys() == {1}
 
 
 @pytest.mark.parametrize("comes", [True, False])
