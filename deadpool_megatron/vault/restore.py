@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 T = TypeVar("T")
 # Node and role of a source, and the reason why its bytes could not be used.
-Failure = tuple[int, int, str]
+Attempt = tuple[int, int, str]
 # Takes bytes of an old part, with their offset in it.
 Put = Callable[[int, memoryview], None]
 
@@ -173,10 +173,10 @@ class Restorer:
 
     def _first_of(
         self, wanted: _Wanted, deadline: float, fetch: Callable[[Source], T]
-    ) -> T | list[Failure]:
+    ) -> T | list[Attempt]:
         """Return the result of ``fetch`` for the first source for which it succeeds, or the
         failures of all sources."""
-        tried: list[Failure] = []
+        tried: list[Attempt] = []
         here = Source(self._gate.node, self._role)
         sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
@@ -199,7 +199,7 @@ class Restorer:
         return tried
 
     def _rebuild(
-        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Failure], deadline: float
+        self, layout: RoleLayout, part: str, recipe: Recipe, tried: list[Attempt], deadline: float
     ) -> Place:
         """Produce a part that no node holds whole. Raises RestoreUnavailable."""
         if recipe.decodings:
@@ -381,7 +381,7 @@ class Restorer:
         """Read a part from the dump files of the role, or of a role with the same bytes, or decode
         it from the files of other roles. Only decoding reads the headers of all files, as a large
         run has thousands of files."""
-        tried: list[Failure] = []
+        tried: list[Attempt] = []
         directory = Path(self._record.restore.path)
         replicas = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
         for role in (self._role, *(other for other in replicas if other != self._role)):
