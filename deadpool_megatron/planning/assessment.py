@@ -5,6 +5,7 @@ Each refusal names a number of the plan to change, and the new value where it is
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -166,12 +167,19 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
 
 def _possible_cadence(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -> int:
     """Return the smallest cadence whose copies are complete in time; 0 if there is none."""
-    for cadence in range(plan.protection.cadence + 1, LONGEST_CADENCE + 1):
+    step, cadences = (
+        shards.step_seconds(plan),
+        range(plan.protection.cadence + 1, LONGEST_CADENCE + 1),
+    )
+
+    def is_enough(cadence: int) -> bool:
         protection = dataclasses.replace(plan.protection, cadence=cadence)
         rarer = dataclasses.replace(plan, protection=protection)
-        if traffic.timing(rarer, placement, loads, shards.step_seconds(plan)).stall_seconds <= 0:
-            return cadence
-    return 0
+        return traffic.timing(rarer, placement, loads, step).stall_seconds <= 0
+
+    # The window only grows with the cadence.
+    at = bisect.bisect_left(cadences, True, key=is_enough)
+    return cadences[at] if at < len(cadences) else 0
 
 
 def _refuse_window(plan: Plan, times: Timing, cadence: int) -> NoReturn:

@@ -103,6 +103,24 @@ def test_a_report_during_the_run_takes_no_size_away():
         assert (world.state.phase, world.size) == (Phase.RUNNING, 3)
 
 
+def test_a_report_after_a_restart_takes_no_size_away():
+    world = still(Shape(3, 0, is_elastic=True))
+    world.train()
+    world.lose(2)
+    world.wait("spare_timeout")
+    world.train()
+    # As when all processes have been started again, at the smaller size.
+    state = world.state
+    state.start, state.record = world.epoch, replace(state.record, begins=True)
+    world.reported_sizes = replace(world.sizes, replicas=(3,), reason="too little memory")
+    role = min(state.seats)
+    member = world.member_of(role)
+    world.feed(
+        ev.MemberRegistered(*member.seat.to_list(), world.layout(role), world.reported_sizes)
+    )
+    assert state.memory.sizes == world.sizes
+
+
 @pytest.mark.parametrize("lost", [None, 0, 2])
 def test_run_without_spares_exports_its_dump(lost):
     """One more node may be lost while the checkpoint is made; the end comes with its end."""

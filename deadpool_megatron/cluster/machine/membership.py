@@ -311,7 +311,7 @@ def registered(core: Core, event: ev.MemberRegistered) -> None:
         return
     memory.layouts[role] = layout
     # The program determines the sizes. A lack of memory later on makes a change fail, no more.
-    if memory.sizes is None or (state.record.begins and not state.restarted):
+    if memory.sizes is None or (state.record.begins and not (state.restarted or state.start)):
         memory.add_sizes(event.sizes)
 
 
