@@ -1,0 +1,1 @@
+"""A run in simulated time: failures with published rates, and what each way to recover costs."""

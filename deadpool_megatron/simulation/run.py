@@ -1,0 +1,343 @@
+"""A run on a trace of failures, by one way to recover: the fast model, with mean times of phases.
+
+All stop at a failure, or only one model replica does (``Policy.offline``). A second failure during
+a recovery begins it again. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deadpool_megatron.simulation.hazards import NODE, WRONG, Failure, Trace
+from deadpool_megatron.simulation.job import SIGNS, Job, best_interval
+
+
+class Policy(NamedTuple):
+    """A way to recover; times in seconds.
+
+    ``speed``: useful share of the time in which the run trains. ``stalls``: for each sign, from a
+    failure until training continues, with a spare. ``interval``: between states to return to;
+    ``delay``: until such a state is complete. ``is_hot``: the state lies in the memory of other
+    nodes. ``late_after``, ``late``: a longer wait for a node ends the job, which then needs this
+    much to continue. ``change``: seconds of a change of the number of replicas; 0: it is fixed.
+    ``offline``: 0 if all stop at a failure; else the seconds without a replica that fails, whose
+    return stops the others for ``rejoin``.
+    """
+
+    name: str
+    speed: float
+    stalls: Mapping[str, float]
+    interval: float
+    delay: float
+    is_hot: bool = False
+    late_after: float = math.inf
+    late: float = 0.0
+    change: float = 0.0
+    offline: float = 0.0
+    rejoin: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """The result of a run. ``useful``: seconds of training at full size that were kept;
+    ``recoveries``: seconds of each interruption; ``lost``: seconds of training computed again after
+    each failure; ``waited``, ``reduced``: seconds without enough nodes, and at a smaller size;
+    ``absent``: mean number of nodes in repair; ``ends``: events that cost a job its state or its
+    allocation."""
+
+    seconds: float
+    useful: float = 0.0
+    recoveries: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    waited: float = 0.0
+    reduced: float = 0.0
+    absent: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def ettr(self) -> float:
+        """Return the effective training time ratio."""
+        return self.useful / self.seconds
+
+
+def policies(job: Job, per_second: float) -> list[Policy]:
+    """Return all ways to recover, for failures of a node at this rate. Intervals are the best."""
+    mtbf, value = 1 / (per_second * job.nodes), job.values
+    sync = best_interval(job.save, mtbf)
+    # A checkpoint in the background stops training for the copy; the next begins when it is whole.
+    background = max(job.save, best_interval(job.copy, mtbf))
+    requeue = {sign: job.detect(sign) + value["restart"] for sign in SIGNS}
+    in_job = {
+        sign: job.detect(sign) + value["start"] + job.rebuild(job.nodes) + job.save + value["sync"]
+        for sign in SIGNS
+    }
+    alone = job.rebuild(job.replica_nodes) + value["start"] + job.restore
+    hot = Policy(
+        "hot swap",
+        1 / (1 + value["overhead"]),
+        {sign: job.swap(sign) for sign in SIGNS},
+        job.step_seconds,
+        job.commit_seconds,
+        is_hot=True,
+        late_after=job.spare_timeout,
+        late=value["restart"],
+    )
+    return [
+        Policy("restart, sync", sync / (sync + job.save), requeue, sync + job.save, 0.0),
+        Policy("restart, async", 1 - job.copy / background, requeue, background, job.save),
+        Policy("in-job restart", 1 - job.copy / background, in_job, background, job.save),
+        Policy(
+            "fewer replicas",
+            1.0,
+            {sign: max(job.detect(sign), value["torchft_stall"]) for sign in SIGNS},
+            *(job.step_seconds, 0.0),
+            offline=alone,
+            rejoin=job.restore,
+        ),
+        Policy(
+            "others continue",
+            1.0,
+            {sign: job.detect(sign) + job.others_stall for sign in SIGNS},
+            *(job.step_seconds, 0.0),
+            offline=alone,
+        ),
+        hot,
+        hot._replace(name="hot swap, elastic", change=job.change, late_after=math.inf),
+    ]
+
+
+class _Run:
+    """The state of a run between failures. ``resume``: when it trains again (in the past: since
+    when it trains)."""
+
+    def __init__(self, job: Job, policy: Policy, trace: Trace, luck: random.Random) -> None:
+        self.job, self.policy, self.trace, self.luck = job, policy, trace, luck
+        self.full = self.size = job.sizes[-1]
+        # Node with a seat -> its model replica.
+        self.seats = {node: node // job.replica_nodes for node in range(job.nodes)}
+        self.idle = [*range(job.nodes, trace.nodes)]
+        self.back: dict[int, float] = {}  # node in repair -> when it can take a seat
+        self.missing: list[int] = []  # replicas of seats without a node
+        self.out: dict[int, float] = {}  # replica that is away -> when it is back
+        self.exposed: list[float] = []  # losses of nodes whose state is not on two nodes again
+        self.now = self.resume = self.since = self.safe_at = 0.0
+        self.began: float | None = None
+        self.timers: list[tuple[float, int, str, int]] = []
+        self.numbers = itertools.count()
+        self.outcome = Outcome(trace.seconds)
+
+    def play(self) -> Outcome:
+        """Run to the end of the trace."""
+        for failure in self.trace.failures:
+            self._pass(failure.at)
+            self._fail(failure)
+        self._pass(self.trace.seconds)
+        self._account(self.trace.seconds)
+        self.outcome.absent /= self.trace.seconds
+        return self.outcome
+
+    def _pass(self, until: float) -> None:
+        """Let the timers that are due act."""
+        while self.timers and self.timers[0][0] <= until:
+            at, _, method, number = heapq.heappop(self.timers)
+            self._advance(at)
+            getattr(self, method)(number)
+        self._advance(until)
+
+    def _advance(self, now: float) -> None:
+        spent, self.now = now - self.now, now
+        self.outcome.absent += spent * len(self.back)
+        self.outcome.waited += spent * (self.resume == math.inf)
+        self.outcome.reduced += spent * (self.size < self.full)
+        if self.began is not None and now >= self.resume:
+            self.outcome.recoveries.append(self.resume - self.began)
+            self.began = None
+
+    def _after(self, seconds: float, method: str, number: int = 0) -> None:
+        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), method, number))
+
+    def _account(self, now: float, lost: float = 0.0) -> None:
+        """Count the training since ``resume`` but the seconds that are lost."""
+        if now > self.resume:
+            share = self.policy.speed * self.size / self.full
+            self.outcome.useful += (now - self.resume - lost) * share
+            self.resume = now
+
+    def _lost(self) -> float:
+        """Return the seconds of training since the newest complete state."""
+        policy, trained = self.policy, self.now - self.resume
+        if trained <= 0:
+            return 0.0
+        slower = self.full / self.size if policy.interval == self.job.step_seconds else 1.0
+        interval = policy.interval * slower
+        whole = max(0.0, (trained - policy.delay) // interval) * interval
+        return trained - whole
+
+    # Failures.
+
+    def _fail(self, failure: Failure) -> None:
+        node, ready = failure.node, failure.repaired_at - failure.at + self.job.values["start"]
+        is_away = failure.sign == NODE
+        if node not in self.seats:
+            if is_away:
+                self.idle = [each for each in self.idle if each != node]
+                self._leave(node, ready)
+            return
+        replica = self.seats[node]
+        if replica in self.out:  # the others do not notice
+            if is_away:
+                del self.seats[node]
+                self.missing.append(replica)
+                self._leave(node, ready)
+            self._stop_replica(replica)
+            return
+        lost = self._lost()
+        if failure.sign == WRONG:  # seen an iteration later
+            lost = min(lost + self.policy.interval, max(0.0, self.now - self.resume))
+        if self.now >= self.resume:
+            self.began = self.now if self.began is None else self.began
+            self.outcome.lost.append(lost)
+        self._account(self.now, lost)
+        if is_away:
+            del self.seats[node]
+            self.missing.append(replica)
+            self._leave(node, ready)
+        stall = self.policy.stalls[failure.sign] + self._state_loss(is_away)
+        if self.policy.offline:
+            self._stop_replica(replica)
+            self._stall(stall if self.size else math.inf)
+            return
+        self._fill()
+        if self.missing:
+            self._wait()
+        else:
+            self._stall(stall)
+
+    def _leave(self, node: int, seconds: float) -> None:
+        self.back[node] = self.now + seconds
+        self._after(seconds, "_return", node)
+
+    def _stall(self, seconds: float) -> None:
+        self.resume = self.now + seconds
+        self.safe_at = self.resume + self.job.reprotect_seconds
+
+    def _state_loss(self, is_away: bool) -> float:
+        """Return the seconds for a return to a checkpoint, if this loss leaves no copy of some
+        state."""
+        job = self.job
+        if self.now >= self.safe_at:
+            self.exposed.clear()
+        if not self.policy.is_hot or not is_away:
+            return 0.0
+        # Nodes of a domain that fail together hold no copies of each other.
+        others = sum(at < self.now for at in self.exposed)
+        self.exposed.append(self.now)
+        chance = (job.partners / max(1, job.nodes - 1)) ** job.survived
+        ways = math.comb(others, job.survived) if job.survived else 1
+        if self.luck.random() >= min(1.0, ways * chance):
+            return 0.0
+        self.outcome.ends["state lost: back to a checkpoint"] += 1
+        self._revert()
+        return job.save
+
+    def _revert(self) -> None:
+        """Lose the training since the newest checkpoint."""
+        share = self.policy.speed
+        since = (self.outcome.useful / share) % self.job.values["persist"] + self.job.save
+        lost = min(self.outcome.useful, since * share)
+        self.outcome.useful -= lost
+        self.outcome.lost.append(lost / share)
+
+    # Nodes that are missing, or come back.
+
+    def _fill(self) -> None:
+        while self.missing and self.idle:
+            self.seats[self.idle.pop(0)] = self.missing.pop(0)
+
+    def _wait(self) -> None:
+        if self.resume != math.inf:
+            self.resume = self.safe_at = math.inf
+            self.since = self.now
+        if self.policy.change:
+            self._after(self.job.elastic_wait, "_shrink")
+
+    def _return(self, node: int) -> None:
+        """A node is repaired, and warm."""
+        if self.back.get(node) != self.now:
+            return  # it failed again meanwhile
+        del self.back[node]
+        self.idle.append(node)
+        if self.policy.offline:
+            waiting = {*self.missing}
+            self._fill()
+            for replica in sorted(waiting - {*self.missing}):
+                self._stop_replica(replica)
+        elif self.missing:
+            self._fill()
+            if not self.missing:
+                is_late = self.now - self.since > self.policy.late_after
+                self.outcome.ends["no node in time: dump, and a new job"] += is_late
+                self._stall(self.policy.late if is_late else self.policy.stalls[NODE])
+        elif self.size < self.full and self.policy.change:
+            self._after(self.job.settle, "_grow")
+
+    def _fitting(self) -> int:
+        nodes = (len(self.seats) + len(self.idle)) // self.job.replica_nodes
+        return max((size for size in self.job.sizes if size <= nodes), default=0)
+
+    def _shrink(self, _: int) -> None:
+        is_over = self.now - self.since >= self.job.elastic_wait - 1e-6
+        if self.missing and is_over and (size := self._fitting()):
+            self._resize(size)
+
+    def _grow(self, _: int) -> None:
+        if self.missing or self.now < self.resume:
+            self._after(self.job.settle, "_grow")
+        elif (size := self._fitting()) > self.size:
+            self._account(self.now)
+            self.began = self.now
+            self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        nodes = [*self.seats, *self.idle]
+        count = size * self.job.replica_nodes
+        self.seats = dict.fromkeys(nodes[:count], 0)
+        self.idle, self.missing, self.size = nodes[count:], [], size
+        self._stall(self.policy.change)
+        if size < self.full:
+            self._after(self.job.settle + self.policy.change, "_grow")
+
+    # Replicas that fail alone.
+
+    def _stop_replica(self, replica: int) -> None:
+        """Take a replica out until it has all its nodes and has started again."""
+        self._fill()
+        self.out[replica] = self.now + self.policy.offline
+        if replica not in self.missing:
+            self._after(self.policy.offline, "_rejoin", replica)
+        had, self.size = self.size, self.full - len(self.out)
+        if had and not self.size:
+            self.outcome.ends["no replica left: back to a checkpoint"] += 1
+            self._revert()
+
+    def _rejoin(self, replica: int) -> None:
+        if self.out.get(replica) != self.now or replica in self.missing:
+            return
+        self._account(self.now)
+        del self.out[replica]
+        self.size = self.full - len(self.out)
+        first = self.now if self.resume == math.inf else self.resume
+        self.resume = max(first, self.now + self.policy.rejoin)
+
+
+def simulate(job: Job, policy: Policy, trace: Trace, seed: str) -> Outcome:
+    """Run a job on a trace. ``seed`` determines the facts that the trace leaves open, such as
+    whether two nodes held copies of each other."""
+    return _Run(job, policy, trace, random.Random(f"{seed} luck")).play()
