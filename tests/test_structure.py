@@ -64,13 +64,23 @@ def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch):
 
 
 def test_the_version_is_the_same_everywhere(project):
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    heading = r"^## (\S+) - (\S+)$"
+    newest = re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
-    assert project["dynamic"] == ["version"]  # it is read from the package
+    cited = f"version: {newest[1]}\ndate-released: {newest[2]}\n"
+    assert cited in (ROOT / "CITATION.cff").read_text()
+    assert project["dynamic"] == ["version", "readme"]  # it is read from the package
     assert deadpool_megatron.__version__ == newest[1]
     command = ["git", "tag", "--points-at", "HEAD"]
     tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert all(tag == f"v{newest[1]}" for tag in tags)
+
+
+def test_no_text_installs_a_name_that_the_project_does_not_own(project):
+    assert "urls" not in project, "now it may be ours: remove this test"
+    texts = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    found = [path for path in texts if re.search(r"install\s+\W?deadpool", path.read_text())]
+    assert not found
 
 
 def test_each_python_that_was_run_is_a_classifier(project):

@@ -14,9 +14,7 @@ exit status: 0 done; 2 the files are missing: one line names the folders that we
 from __future__ import annotations
 
 import argparse
-import site
-import sys
-import sysconfig
+import importlib.resources
 from pathlib import Path
 
 import deadpool_megatron
@@ -41,15 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shipped_roots() -> list[Path]:
-    """Return the folders that may hold configs/ and scripts/, in the order of search.
-
-    The first is the package's parent, in a checkout or an editable installation; the others are
-    pip's data folders.
-    """
-    parent = Path(deadpool_megatron.__file__).parents[1]
-    prefixes = [str(parent), sys.prefix, sysconfig.get_path("data"), site.getuserbase()]
-    roots = (Path(prefix, "share", "deadpool_megatron") for prefix in prefixes)
-    return list(dict.fromkeys([parent, *roots]))
+    """Return the folders that may hold configs/, patches/ and scripts/, in the order of search:
+    the data of an installed package (setup.py copies them), then the checkout."""
+    package = Path(str(importlib.resources.files(deadpool_megatron)))
+    return [package / "share", package.parent]
 
 
 def find_shipped(name: str) -> Path | None:

@@ -23,21 +23,26 @@ from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = Path(sysconfig.get_path("purelib"))
+ADDRESS = "https://example.org/deadpool"
 #: what is in the checkout and in no distribution
 _UNSHIPPED = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
-#: what `pip install deadpool-megatron` brings, and what `deadpool plan` reads its files with
+#: what an installation without extras brings, and what `deadpool plan` reads its files with
 _LIGHT = ("numpy", "numpy.libs", "xxhash", "yaml", "_yaml")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a source distribution, as an installation from the package index may be."""
+    """Built from a source distribution, as an installation from the package index may be; one that
+    has a public address."""
     place = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY, place / "tree", ignore=_UNSHIPPED)
     sdist = place / build("sdist", place / "tree", place)
     with tarfile.open(sdist) as archive:
         archive.extractall(place, filter="data")
-    return place / build("wheel", place / sdist.name.removesuffix(".tar.gz"), place)
+    tree = place / sdist.name.removesuffix(".tar.gz")
+    with open(tree / "pyproject.toml", "a") as project:
+        project.write(f'[project.urls]\nRepository = "{ADDRESS}"\n')
+    return place / build("wheel", tree, place)
 
 
 def build(kind: str, tree: Path, out: Path) -> str:
@@ -104,11 +109,28 @@ def light(wheel, tmp_path_factory):
     return install(wheel, place)
 
 
-def test_torch_and_megatron_are_left_to_the_machine(wheel):
+@pytest.fixture(scope="module")
+def described(wheel):
+    """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(name))
-    needs = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_readme_of_an_index_has_absolute_links(wheel, described):
+    tree = next(wheel.parent.glob("deadpool_megatron-*/PKG-INFO")).parent
+    assert (tree / "README.md").read_text() in (tree / "PKG-INFO").read_text()  # without an address
+    links = re.findall(r"(!?)\[[^\]]*\]\((?!#)([^)#]+)", described.get_payload())
+    internal = [link for link in links if link[1].startswith(ADDRESS)]
+    assert internal
+    assert all(link.startswith("https://") for _, link in links)
+    for kind, link in internal:
+        prefix = f"{ADDRESS}/{'raw' if kind else 'blob'}/v{deadpool_megatron.__version__}/"
+        assert (REPOSITORY / link.removeprefix(prefix)).exists(), link
+
+
+def test_torch_and_megatron_are_left_to_the_machine(described):
+    needs = [line for line in described.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.split(r"\W", line)[0] for line in needs} == {"numpy", "xxhash"}
 
 
@@ -155,9 +177,10 @@ def test_every_example_is_installed(installed):
     done = installed.deadpool("examples")
     assert done.returncode == 0, done.stderr
     root = Path(done.stdout.rstrip("\n"))
-    for folder in ("configs", "scripts/slurm", "scripts/launch"):
+    assert root.parent.name == "deadpool_megatron"
+    for folder in ("configs", "patches", "scripts/slurm", "scripts/launch"):
         for file in (REPOSITORY / folder).rglob("*"):
-            if file.is_file():
+            if file.is_file() and file.suffix != ".pyc":
                 lies = root / file.relative_to(REPOSITORY)
                 assert lies.read_bytes() == file.read_bytes()
                 assert os.access(lies, os.X_OK) == os.access(file, os.X_OK)
@@ -184,6 +207,7 @@ def test_patches_come_along(installed, tmp_path):
 
 
 def test_without_torch_all_but_training_works(light):
+    assert "usage: deadpool" in light.deadpool("--help").stdout
     examples = light.deadpool("examples").stdout.strip()
     assert light.deadpool("plan", f"{examples}/configs/65b.yaml", "--json").returncode == 0
     assert light.deadpool("status", "runs/none").returncode == 2

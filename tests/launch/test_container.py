@@ -35,10 +35,8 @@ def test_recipe_names_existing_files_and_versions():
     assert set(extras) <= project["project"]["optional-dependencies"].keys()
     assert re.findall(r"core_v[\d.]+", text) == [TAGS[-1]]
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
-    used = {project["project"]["readme"], "LICENSE", "pyproject.toml", "deadpool_megatron"}
-    for files in project["tool"]["setuptools"]["data-files"].values():
-        used |= {file.partition("/")[0] for file in files}
-    assert sent == used
+    built = {"README.md", "LICENSE", "pyproject.toml", "setup.py", "deadpool_megatron"}
+    assert sent == built | {"configs", "patches", "scripts"}
 
 
 def test_recipe_has_a_torch_that_a_run_accepts():

@@ -48,7 +48,7 @@ from deadpool_megatron.wire import auth
 
 _PORT_FLAG = "--coordinator-port"
 _NO_MAC = (
-    "copies of states to other hosts have a checksum, no MAC: pip install 'deadpool-megatron[mac]'"
+    "copies of states to other hosts have a checksum, no MAC: pip install cryptography"
     " on all nodes (docs/security.md)"
 )
 

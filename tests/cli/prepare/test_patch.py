@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,15 +223,6 @@ def test_patch_refuses_without_git(tree, refused, facts, monkeypatch):
     monkeypatch.setenv("PATH", str(tree))
     assert "git was not found: install it" in refused("apply", tree)
     assert facts("status", tree)["state"] == "released"
-
-
-def test_every_patch_set_is_installed():
-    with open(REPOSITORY / "pyproject.toml", "rb") as file:
-        declared = tomllib.load(file)["tool"]["setuptools"]["data-files"]
-    assert {name: files for name, files in declared.items() if "/patches/" in name} == {
-        f"share/deadpool_megatron/patches/{directory.name}": [f"patches/{directory.name}/*"]
-        for directory in PATCHES.iterdir()
-    }
 
 
 @pytest.fixture(params=TAGS)
