@@ -9,13 +9,9 @@ import pytest
 
 from tests.common.programs import check_output
 from tests.conftest import commit
+from tests.fuzz import __main__ as program
 from tests.fuzz.draws import read_choices
 from tests.megatron_lm.harness.checkout import TAGS, needs_megatron_lm
-
-PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
-sys.path.insert(0, str(PROGRAM.parent))
-
-import fuzz as program  # noqa: E402
 
 PAIRS = Path(__file__).parent / "pairs.json"
 SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
@@ -28,7 +24,7 @@ SEED = int.from_bytes(hashlib.sha256(commit().encode()).digest()[:3], "big")
 @needs_megatron_lm
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_a_draw_is_bit_identical(tmp_path, seed):
-    command = (sys.executable, PROGRAM, str(seed), "--json", "--no-shrink")
+    command = (sys.executable, "-m", "tests.fuzz", str(seed), "--json", "--no-shrink")
     row = json.loads(check_output(*command, "--directory", tmp_path / "draw", seconds=900))
     assert (row["seed"], row["result"], row["why"]) == (seed, "bit-identical", "")
 
@@ -45,7 +41,7 @@ def test_a_draw_is_bit_identical(tmp_path, seed):
     ],
 )
 def test_bad_arguments_are_named(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["fuzz", *arguments])
     with pytest.raises(SystemExit, match="2"):
         program.main()
     assert named in capsys.readouterr().err
@@ -59,7 +55,7 @@ def test_table_of_draws_is_read():
 
 @needs_megatron_lm
 def test_draws_are_shown_with_their_faults(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", "7", "--show", "--count", "2"])
+    monkeypatch.setattr(sys, "argv", ["fuzz", "7", "--show", "--count", "2"])
     assert program.main() == 0
     output = capsys.readouterr().out
     assert output.startswith("seed 7: tag=core_v")

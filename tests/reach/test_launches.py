@@ -42,7 +42,7 @@ def test_reach_names_flags_that_are_left_out_or_refused(tmp_path):
     given["sharded"] = {"--use-megatron-fsdp": True}
     rows = [{"id": name, "script": "x.py", "flags": flags} for name, flags in given.items()]
     (tmp_path / "file").write_text("\n".join(map(json.dumps, rows)))
-    program = [sys.executable, Path(__file__).parents[2] / "scripts" / "reach.py"]
+    program = [sys.executable, "-m", "tests.reach"]
     command = [*program, tmp_path / "file", "--json", "--only", "plain", "sharded"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     plain, sharded = map(json.loads, done.stdout.splitlines())

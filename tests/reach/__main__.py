@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """Cut launch configurations of Megatron-LM down to a CPU, and train each with one node lost in it.
 
-    .venv/bin/python scripts/reach.py FILE.jsonl
-    .venv/bin/python scripts/reach.py FILE.jsonl --run --only ID --json
+    .venv/bin/python -m tests.reach FILE.jsonl
+    .venv/bin/python -m tests.reach FILE.jsonl --run --only ID --json
 
 FILE has an object on each line: id, script, flags (an object: a text, a list of texts, or true for
 a flag without a value). tests/reach/rules.toml changes each flag: few layers, small sizes, two
@@ -25,8 +24,6 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.megatron import stand_ins
 from tests.common import forks
@@ -40,7 +37,9 @@ _STYLES = {Result.IDENTICAL: "green", **dict.fromkeys(BAD, "red")}
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.reach",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="configurations, one a line")
     parser.add_argument("--run", action="store_true", help="train them, each twice")

@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """Draw configurations and faults at random, and hold each run against an undisturbed run.
 
-    .venv/bin/python scripts/fuzz.py 7
-    .venv/bin/python scripts/fuzz.py 7 --count 20 --pairs pairs.json
-    .venv/bin/python scripts/fuzz.py 7 --tag core_v0.17.1 --only saves first
+    .venv/bin/python -m tests.fuzz 7
+    .venv/bin/python -m tests.fuzz 7 --count 20 --pairs pairs.json
+    .venv/bin/python -m tests.fuzz 7 --tag core_v0.17.1 --only saves first
 
 A draw is a value of each feature of tests/fuzz/features.toml: layout, precision, optimizer,
 schedule, experts, data, saves, scheme of protection, faults and so on. A seed always gives the same
@@ -22,17 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent / "bench"))
-
-from common.termination import orderly_termination
 
 from deadpool_megatron.cli.display import Display
 from tests.fuzz import draws
@@ -122,7 +117,7 @@ def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
             display.status(f"{title}: {message['status']}", part)
         row = message.get("row", row)
     result = Result(row["result"])
-    repeat = f"scripts/fuzz.py {order.seed} --tag {order.tag}"
+    repeat = f"python -m tests.fuzz {order.seed} --tag {order.tag}"
     if len(row["kept"]) < len(draws.FEATURES) - 1:
         repeat += f" --only {' '.join(row['kept'])}"
     if as_json:
@@ -135,11 +130,14 @@ def _tried(order: Order, display: Display, part: float, as_json: bool) -> str:
     return result
 
 
-@orderly_termination()
 def main() -> int:
     """Run from the command line; returns the exit status."""
+    # Through every finally, as an exception: trials have sessions of their own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, only = parser.add_argument, {"choices": draws.FEATURES, "metavar": "FEATURE"}
     add("seed", type=int, metavar="SEED", help="of the first draw")
