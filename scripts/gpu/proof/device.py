@@ -78,13 +78,11 @@ class Size:
     """How often a part does each thing; its limit may end it before."""
 
     kills: int
-    rounds: int
-    groups: int
     iterations: int
 
 
 #: on the CPU only enough to show that the kit works
 SIZES = {
-    Device.CUDA: Size(kills=5, rounds=50, groups=12, iterations=12),
-    Device.CPU: Size(kills=1, rounds=1, groups=5, iterations=8),
+    Device.CUDA: Size(kills=3, iterations=12),
+    Device.CPU: Size(kills=1, iterations=8),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import read_rows
 
-from proof import copies, kernels, overhead, seam, smoke, trainings
+from proof import copies, kernels, losses, overhead, smoke, trainings
 from proof.result import Task
 
 
@@ -23,13 +23,13 @@ class Part:
 
 PARTS = (
     Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.probe),
-    Part("seam", 50, "two ranks: communicators aborted and made again", seam.first_kills),
+    Part("seam", 60, "a process lost over and over: communicators made again", losses.first_kills),
     Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
-    Part("rebuild", 45, "more communicators, made in each way there is", seam.rebuilds),
+    Part("rebuild", 80, "the same, communicators made in other ways", losses.rebuilds),
     Part("copies", 45, "steps with and without copies to the host", copies.measure),
     Part("overhead", 90, "steps of a training with and without protection", overhead.measure),
     Part("kernels", 30, "optimizers: state put back, the same bits", kernels.capture),
-    Part("losses", 30, "a kill in a batch, in a rebuild; a stop; an assert", seam.special_losses),
+    Part("losses", 50, "a kill in a batch, in a rebuild; a stop; an assert", losses.special),
     Part(
         "rows",
         30,

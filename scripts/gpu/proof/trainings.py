@@ -25,8 +25,6 @@ _END_SECONDS = 2.0
 #: time that a job and the same job undisturbed need
 _MIN_SECONDS = {Device.CUDA: 45.0, Device.CPU: 10.0}
 _HASHED = ("--deadpool-set", "hash-interval=1")
-#: the iteration in which a node is lost
-_LOSS_AT = 3
 
 _MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
@@ -46,14 +44,18 @@ def model(task: Task, sizes: Mapping[str, str]) -> list[str]:
     return arguments
 
 
+def embedded_program(task: Task, module: str = "deadpool_megatron.trainer") -> list[str]:
+    """Return the embedded trainer, data parallel, or a module with its arguments."""
+    return ["-m", module, *model(task, _LARGER), "--train-iters", str(task.size.iterations)]
+
+
 def embedded(task: Task) -> None:
     """Run part trainer: data parallel 2 loses role 1, the same undisturbed, a pipeline loses 0."""
-    program = ["-m", "deadpool_megatron.trainer", *model(task, _LARGER)]
-    program += ["--train-iters", str(task.size.iterations)]
+    program = embedded_program(task)
     lose_and_compare(task, task.device.communicator, program)
     pipeline = [*program, "--pipeline-model-parallel-size", "2"]
-    nodes = 4 if task.is_on_gpu else 2
-    _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
+    job = Job(task.device, task.device.communicator, 4 if task.is_on_gpu else 2, pipeline)
+    take(task, "pipeline", job, [fault(0)])
 
 
 def megatron_lm(task: Task, script: str = "pretrain_gpt.py", *more: str) -> None:
@@ -77,8 +79,8 @@ def lose_and_compare(task: Task, communicator: str, program: Sequence[str]) -> N
     from deadpool_megatron.cli.run_result import ResultError, read_result
 
     job = Job(task.device, communicator, 2, program)
-    struck = _take(task, "struck", job, 1)
-    whole = _take(task, "whole", job)
+    struck = take(task, "struck", job, [fault(1)])
+    whole = take(task, "whole", job)
     try:
         comparison = compare_results(read_result(whole), read_result(struck))
     except ResultError as error:
@@ -109,18 +111,28 @@ def run_extra(task: Task, name: str, run: Callable[..., None], *given: Any) -> N
         task.save()
 
 
-def _take(task: Task, name: str, job: Job, *lost: int) -> Path:
-    """Run one job, and note its events up to its end or that of the part."""
+def take(
+    task: Task,
+    name: str,
+    job: Job,
+    faults: Sequence[Mapping[str, Any]] = (),
+    losses: int | None = None,
+    spares: int | None = None,
+    settings: Sequence[str] = (),
+) -> Path:
+    """Run one job, and note its events up to its end or that of the part. ``losses``: the number of
+    recoveries (default: one for each fault); ``spares``: one for each lost node."""
     directory = task.folder / f"{task.part}-{name}"
+    wanted = len(faults) if losses is None else losses
+    nodes = sum(each["target"] == "node" for each in faults)
     try:
-        job.run(directory, len(lost), [_fault(role) for role in lost], _HASHED)
+        job.run(directory, nodes if spares is None else spares, faults, (*_HASHED, *settings))
     finally:
-        facts = task.facts[name] = {"lost roles": lost, **_facts(directory)}
+        facts = task.facts[name] = _facts(directory)
         task.save()
     status, recoveries = facts["exit_status"], facts["recoveries"]
     task.expect(status == 0, f"{name}: status {status}, {facts['reason']}")
-    problem = f"{name}: {len(recoveries)} recoveries of {len(lost)} losses"
-    task.expect(len(recoveries) == len(lost), problem)
+    task.expect(len(recoveries) == wanted, f"{name}: {len(recoveries)} recoveries of {wanted}")
     for recovery in recoveries:
         equal = "hashes of the state were equal" if status == 0 else f"status {status}"
         task.findings.append(f"{name}: a recovery in {recovery['seconds'] or 0:.1f} s, {equal}")
@@ -142,13 +154,19 @@ def _facts(directory: Path) -> dict[str, Any]:
         "reason": end.get("reason", "not at its end"),
         "iterations": max((e.iteration or 0 for e in events if e.kind is Kind.STEP), default=0),
         "recoveries": [dict(e.data) for e in events if e.kind is Kind.RECOVERED],
+        "lost processes": [
+            {"role": e.role, **e.data} for e in events if e.kind is Kind.MEMBER_LOST
+        ],
     }
 
 
-def _fault(role: int) -> dict[str, object]:
-    # The embedded trainer and pretrain_gpt.py both have this point.
-    where = {"point": "forward", "match": {"role": role, "iteration": _LOSS_AT}}
-    return {"id": f"role-{role}", **where, "action": "signal", "target": "node", "signal": "KILL"}
+def fault(
+    role: int, iteration: int = 3, target: str = "node", point: str = "forward", **more: object
+) -> dict[str, Any]:
+    """Return a fault at a point that the embedded trainer and pretrain_gpt.py both have."""
+    match = {"role": role, "iteration": iteration}
+    about = {"id": f"{point}-{iteration}", "point": point, "match": match, "target": target}
+    return {**about, "signal": "KILL", **more}
 
 
 @dataclass(frozen=True)
