@@ -48,12 +48,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
-
-from common.termination import marked_processes, orderly_termination  # noqa: E402
-from mutating import coverage_map, draw  # noqa: E402
-
 ROOT = Path(__file__).parents[1]
+_PLACES = [str(ROOT / name) for name in ("scripts", "scripts/bench", "tests/mutants")]
+sys.path[:0] = _PLACES
+
+import coverage_map  # noqa: E402
+from common.termination import marked_processes, orderly_termination  # noqa: E402
+from mutating import draw  # noqa: E402
+
 SLIPS = ROOT / "tests" / "mutants"
 # Of generated slips, below the tree's root.
 _GENERATED = Path("tests", "mutants", "generated")
@@ -232,8 +234,7 @@ class Copy:
         status = 3
         try:
             os.chdir(self.tree)
-            own = str(ROOT / "scripts")
-            sys.path[:] = [str(self.tree), *(p for p in sys.path if not p.startswith(own))]
+            sys.path[:] = [str(self.tree), *(p for p in sys.path if p not in _PLACES)]
             os.environ.update({"PYTHONPATH": str(self.tree), _MARK: str(self.tree)})
             import pytest
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from mutating.coverage_map import CORE, FUNCTION_TESTS, PACKAGE
+from coverage_map import CORE, FUNCTION_TESTS, PACKAGE
 from mutating.operators import Change, changes
 
 # A draw whose score is less probable than this, if the score of record is right, falls short.

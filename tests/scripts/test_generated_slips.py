@@ -12,10 +12,11 @@ from tests.common.programs import check_output
 from tests.conftest import commit
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "mutants")]
 
+import coverage_map  # noqa: E402
 import mutate  # noqa: E402
-from mutating import coverage_map, draw  # noqa: E402
+from mutating import draw  # noqa: E402
 from mutating.operators import changes  # noqa: E402
 
 MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"

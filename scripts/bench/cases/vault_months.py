@@ -26,7 +26,6 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Seat
 from tests.vault import harness
 
 MINUTES = 90
-ROUNDS = 1
 QUICK = ("--generations", "60", "--close", "20", "--dump", "25", "--kill", "30", "--samples", "6")
 _NODES = 2
 _BYTES = 4096
@@ -75,7 +74,9 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
         print(f"{name}, for a million generations: {text}", file=sys.stderr)
     values = {name: [each[name] for each in samples] for name in names}
     counts = {"closes": life.epoch - 1, "dumps": life.dumps, "kills": life.lives}
-    return {"rows": [row("vaults", values)], "slopes": slopes, "samples": samples, **counts}
+    curves = {name: [("vaults", [(each["at"], each[name]) for each in samples])] for name in names}
+    rows = [row("vaults", values)]
+    return {"rows": rows, "slopes": slopes, "samples": samples, "curves": curves, **counts}
 
 
 def sample(vaults: harness.Cluster, number: int, cpu: float) -> dict[str, Any]:

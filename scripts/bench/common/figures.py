@@ -12,6 +12,7 @@ from typing import Any
 from deadpool_megatron.observe.steps import summary
 
 Row = dict[str, Any]
+_SPREAD_SHOWN = 4  # values
 # Student's t, two-sided 95 %, by degrees of freedom from 1; 2.0 above.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
 
@@ -75,14 +76,16 @@ def name_of(line: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a line for each row: means, and ratios with their interval."""
+    """Return a line for each row: means, with percentiles of four values and more, and ratios with
+    their interval."""
     lines = []
     for line in rows:
-        shown = [
-            f"{quantity} {each['mean']:.4g}"
-            for quantity, each in line["summary"].items()
-            if each["count"]
-        ]
+        shown = []
+        for quantity, each in line["summary"].items():
+            if each["count"]:
+                ends = [f"{name} {each[name]:.4g}" for name in ("p50", "p95", "p99", "max")]
+                more = f" ({', '.join(ends)})" if each["count"] >= _SPREAD_SHOWN else ""
+                shown.append(f"{quantity} {each['mean']:.4g}{more}")
         for quantity, each in line["ratios"].items():
             ends = f" ({each['low']:.3f} to {each['high']:.3f})" if "low" in each else ""
             verdict = "" if each["resolved"] else " unresolved"
@@ -93,7 +96,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def draw(facts: Mapping[str, Any], path: Path) -> None:
     """Write a picture with a panel for each quantity: every value as a point, against the sizes of
-    the rows if they have sizes, and a line through the means."""
+    the rows if they have sizes, and a line through the means; then a panel for each of ``curves``,
+    pairs of a name and points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,17 +112,27 @@ def draw(facts: Mapping[str, Any], path: Path) -> None:
         for quantity, values in {**line["values"], **pairs}.items():
             if values:
                 panels[quantity].append((line["row"], at, values))
-    size = {"figsize": (9, 2.4 * len(panels)), "layout": "constrained", "squeeze": False}
-    figure, axes = pyplot.subplots(len(panels), 1, **size)
+    curves = facts.get("curves", {})
+    count = len(panels) + len(curves)
+    size = {"figsize": (9, 2.4 * count), "layout": "constrained", "squeeze": False}
+    figure, axes = pyplot.subplots(count, 1, **size)
     machine = facts["machine"]
     figure.suptitle(f"{facts['bench']}, {machine['commit'][:8]}, {machine['cores']} cores")
-    for (quantity, found), axis in zip(panels.items(), axes[:, 0], strict=True):
+    for (quantity, found), axis in zip(panels.items(), axes[:, 0], strict=False):
         for index, name in enumerate(names):
             places = [(at, values) for other, at, values in found if other == name]
             means = [fmean(values) for _, values in places]
             axis.plot([at for at, _ in places], means, color=f"C{index}", label=name)
             for at, values in places:
                 axis.scatter([at] * len(values), values, s=9, color=f"C{index}")
+        axis.set_ylabel(quantity.replace("_", " "), fontsize=7)
+        axis.legend(fontsize=6, ncols=3)
+    for (quantity, lines), axis in zip(curves.items(), axes[len(panels) :, 0], strict=True):
+        shades = {name: f"C{index}" for index, name in enumerate(dict(lines))}
+        for name, points in lines:
+            axis.plot(*zip(*points, strict=True), color=shades[name], linewidth=0.7)
+        for name, shade in shades.items():
+            axis.plot([], [], color=shade, label=name)
         axis.set_ylabel(quantity.replace("_", " "), fontsize=7)
         axis.legend(fontsize=6, ncols=3)
     figure.savefig(path, dpi=110)

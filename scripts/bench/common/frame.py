@@ -1,7 +1,7 @@
 """The frame of all cases: flags, sides in turns, rows, JSON and plot.
 
 A case is a module: its text teaches (the first line is its question); MINUTES is its
-duration; ROUNDS, and STEPS if it has steps, are defaults; QUICK is the command line of a trial;
+duration; ROUNDS and STEPS, if it has them, are defaults; QUICK is the command line of a trial;
 ``add_flags(parser)`` is optional; ``measure(args, base)`` returns the facts, with ``rows``, and
 ``wrong``, reasons for exit status 1, if there are any.
 """
@@ -51,11 +51,10 @@ def parser_of(case: ModuleType) -> argparse.ArgumentParser:
         description=case.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    count = at_least(1)
-    parser.add_argument("--rounds", type=count, default=case.ROUNDS, metavar="N", help="turns")
-    if hasattr(case, "STEPS"):
-        kind, text = at_least(2), "measured per run"
-        parser.add_argument("--steps", type=kind, default=case.STEPS, metavar="N", help=text)
+    for name, least, text in (("rounds", 1, "turns"), ("steps", 2, "measured per run")):
+        if default := getattr(case, name.upper(), 0):
+            kind = {"type": at_least(least), "default": default, "metavar": "N"}
+            parser.add_argument(f"--{name}", help=text, **kind)
     if hasattr(case, "add_flags"):
         case.add_flags(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: standard output)")

@@ -111,7 +111,7 @@ def memory_bytes(mark: str) -> int:
 
 def write_facts(path: Path | None, facts: dict[str, Any]) -> None:
     """Write to ``path``, or to standard output; paths in the checkout become relative to it."""
-    text = json.dumps(facts, indent=1).replace(f"{ROOT}/", "") + "\n"
+    text = json.dumps(facts, indent=1, default=str).replace(f"{ROOT}/", "") + "\n"
     if path is None:
         sys.stdout.write(text)
     else:

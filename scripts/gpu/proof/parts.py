@@ -25,11 +25,11 @@ PARTS = (
     Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.probe),
     Part("seam", 60, "a process lost over and over: communicators made again", losses.first_kills),
     Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
-    Part("rebuild", 80, "the same, communicators made in other ways", losses.rebuilds),
+    Part("rebuild", 60, "the same, communicators made in other ways", losses.rebuilds),
     Part("copies", 45, "steps with and without copies to the host", copies.measure),
     Part("overhead", 90, "steps of a training with and without protection", overhead.measure),
     Part("kernels", 30, "optimizers: state put back, the same bits", kernels.capture),
-    Part("losses", 50, "a kill in a batch, in a rebuild; a stop; an assert", losses.special),
+    Part("losses", 45, "a kill in a batch, in a rebuild; a stop; an assert", losses.special),
     Part(
         "rows",
         30,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
@@ -51,8 +50,9 @@ class NotNow(Exception):
 @dataclass
 class Target:
     """A living run. ``seats``: role -> (node, slot) of the newest record. ``isolated``: the soak
-    has a network and a mount namespace of its own, so it may cut and fill. ``is_seen``: set by a
-    fault that has seen its own effect, where the run need not report an event.
+    has a network and mounts of its own, so it may cut and fill. ``is_seen``: set by a fault that
+    has seen its own effect, where the run need not report an event. ``over_at``: when a signal of
+    the fault was sent last, on the wall clock; 0 of a fault that ends as its function returns.
     """
 
     run: RunDirectory
@@ -61,6 +61,7 @@ class Target:
     isolated: bool
     seats: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     is_seen: bool = False
+    over_at: float = 0.0
 
     @property
     def plan(self) -> Path:
@@ -72,110 +73,123 @@ class Target:
         """The file that makes fsync slow while it exists."""
         return self.run.path.with_suffix(".slow")
 
-    def listing(self, node: int) -> dict[str, Any]:
-        """Return the processes of a node. Raises NotNow when they cannot be read."""
+    def processes(self, node: int, *parts: str, slot: int | None = None) -> list[int]:
+        """Return the processes of these parts of a node: agent, vault, members (or that of a slot).
+        Raises NotNow unless all are alive."""
         try:
-            return read_json(self.run.node(node))
+            listing = read_json(self.run.node(node))
         except (OSError, ValueError) as error:
             raise NotNow(f"no listing of node {node}: {error}") from error
+        members = listing["members"]
+        pids = []
+        for part in parts:
+            own = members.values() if slot is None else [members[str(slot)]]
+            pids += map(int, own if part == "members" else [listing[part]])
+        for pid in pids:
+            if not posix.is_alive(pid, listing["started"].get(str(pid))):
+                raise NotNow(f"process {pid} is gone")
+        return pids
 
-    def some_seat(self) -> tuple[int, int, int]:
+    def coordinator(self) -> int:
+        """Return the process that coordinates. Raises NotNow."""
+        try:
+            return int(read_json(self.run.coordinator)["pid"])
+        except (OSError, ValueError, KeyError) as error:
+            raise NotNow("there is no coordinator") from error
+
+    def send(self, number: signal.Signals, *pids: int) -> None:
+        """Send a signal."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        self.over_at = time.time()
+
+    def stop(self, pid: int, seconds: float) -> None:
+        """Stop a process for some time."""
+        self.send(signal.SIGSTOP, pid)
+        time.sleep(seconds)
+        self.send(signal.SIGCONT, pid)
+
+    def seat(self) -> tuple[int, int, int]:
         """Return role, node and slot of a role that has a seat."""
         if not self.seats:
             raise NotNow("no role has a seat yet")
         role = self.random.choice(sorted(self.seats))
         return role, *self.seats[role]
 
-    def some_node(self) -> int:
+    def node(self) -> int:
         """Return a node that has roles."""
-        return self.some_seat()[1]
+        return self.seat()[1]
+
+    def member(self) -> tuple[str, int]:
+        """Return the process of a role, in words and by its number."""
+        role, node, slot = self.seat()
+        (pid,) = self.processes(node, "members", slot=slot)
+        return f"process of role {role} on node {node}", pid
+
+    def deadpool(self, command: str, *arguments: str) -> None:
+        """Run a command of the user. Raises NotNow when it is refused."""
+        done = subprocess.run(
+            [sys.executable, "-m", "deadpool_megatron", command, str(self.run.path), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+        )
+        if done.returncode:
+            raise NotNow((done.stderr or done.stdout).strip()[-200:])
 
 
-def _send(pid: int, number: signal.Signals, started: Mapping[str, int] | None = None) -> None:
-    ticks = None if started is None else started.get(str(pid))
-    if not posix.is_alive(pid, None if ticks is None else int(ticks)):
-        raise NotNow(f"process {pid} is gone")
-    os.kill(pid, number)
+Strike = Callable[[Target], str]
 
 
-def node(target: Target) -> str:
-    """Kill all processes of a node, the agent first."""
-    number = target.some_node()
-    _deadpool(target, "kill", "--node", str(number))
-    return f"node {number} killed"
+def _killed(name: str, *parts: str) -> Strike:
+    """Return the fault that kills these parts of a node that has roles."""
 
+    def strike(target: Target) -> str:
+        number = target.node()
+        target.send(signal.SIGKILL, *target.processes(number, *parts))
+        return f"{name} {number} killed"
 
-def _to_a_member(target: Target, number: signal.Signals) -> str:
-    role, node, slot = target.some_seat()
-    listing = target.listing(node)
-    _send(int(listing["members"][str(slot)]), number, listing["started"])
-    return f"process of role {role} on node {node}"
-
-
-def _kill(target: Target, part: str) -> str:
-    number = target.some_node()
-    listing = target.listing(number)
-    _send(int(listing[part]), signal.SIGKILL, listing["started"])
-    return f"{part} of node {number} killed"
+    return strike
 
 
 def process(target: Target) -> str:
     """Kill one training process."""
-    return f"{_to_a_member(target, signal.SIGKILL)} killed"
-
-
-def vault(target: Target) -> str:
-    """Kill the vault of a node that has roles."""
-    return _kill(target, "vault")
-
-
-def agent(target: Target) -> str:
-    """Kill the agent of a node that has roles."""
-    return _kill(target, "agent")
-
-
-def _coordinator_pid(target: Target) -> int:
-    try:
-        return int(read_json(target.run.coordinator)["pid"])
-    except (OSError, ValueError, KeyError) as error:
-        raise NotNow("there is no coordinator") from error
+    effect, pid = target.member()
+    target.send(signal.SIGKILL, pid)
+    return f"{effect} killed"
 
 
 def coordinator(target: Target) -> str:
     """Kill the coordinator."""
-    _send(_coordinator_pid(target), signal.SIGKILL)
+    target.send(signal.SIGKILL, target.coordinator())
     return "coordinator killed"
 
 
 def coordinator_and_process(target: Target) -> str:
     """Kill a training process, and the coordinator before it can have decided."""
     effect = process(target)
-    _send(_coordinator_pid(target), signal.SIGKILL)
-    return f"{effect}, and the coordinator"
+    return f"{effect}, and the {coordinator(target)}"
 
 
 def coordinator_frozen(target: Target) -> str:
     """Stop the coordinator for long enough that another takes over, then let it continue."""
-    pid = _coordinator_pid(target)
-    _send(pid, signal.SIGSTOP)
-    time.sleep(_LONG_FREEZE_SECONDS)
-    _send(pid, signal.SIGCONT)
+    target.stop(target.coordinator(), _LONG_FREEZE_SECONDS)
     return f"coordinator stopped for {_LONG_FREEZE_SECONDS:g} s"
 
 
 def process_frozen(target: Target) -> str:
     """Stop one training process for good; the watchdog has to find it."""
-    return f"{_to_a_member(target, signal.SIGSTOP)} stopped"
+    effect, pid = target.member()
+    target.send(signal.SIGSTOP, pid)
+    return f"{effect} stopped"
 
 
 def agent_frozen(target: Target) -> str:
     """Stop an agent for less than the fence."""
-    number = target.some_node()
-    listing = target.listing(number)
-    _send(int(listing["agent"]), signal.SIGSTOP, listing["started"])
-    time.sleep(_SHORT_FREEZE_SECONDS)
-    target.is_seen = Path(f"/proc/{listing['agent']}/stat").read_text().split(") ")[1][0] == "T"
-    _send(int(listing["agent"]), signal.SIGCONT, listing["started"])
+    (pid,) = target.processes(number := target.node(), "agent")
+    target.stop(pid, _SHORT_FREEZE_SECONDS)
+    target.is_seen = posix.is_alive(pid)
     return f"agent of node {number} stopped for {_SHORT_FREEZE_SECONDS:g} s"
 
 
@@ -183,8 +197,7 @@ def cut(target: Target) -> str:
     """Drop every packet of an agent's present connections for some seconds."""
     if not target.isolated:
         raise NotNow("needs a network namespace")
-    number = target.some_node()
-    pid = int(target.listing(number)["agent"])
+    (pid,) = target.processes(number := target.node(), "agent")
     shown = subprocess.run(["ss", "-Htnp"], capture_output=True, text=True, check=True).stdout
     own = [line.split()[3] for line in shown.splitlines() if f"pid={pid}," in line]
     ports = [address.rpartition(":")[2] for address in own]
@@ -207,14 +220,13 @@ def cut(target: Target) -> str:
 
 def damaged_bytes(target: Target) -> str:
     """Flip bytes in a role's own slots, then kill its process, which has to restore."""
-    role, number, slot = target.some_seat()
-    listing = target.listing(number)
-    pid = int(listing["members"][str(slot)])
+    role, number, slot = target.seat()
+    (pid,) = target.processes(number, "members", slot=slot)
     files = sorted(target.run.segments(target.run_id, number).glob(f"own-{role}-*.seg"))
     if not files:
         raise NotNow(f"role {role} has no slots on node {number}")
     # Stopped first, and only sealed slots: bytes without a seal would be sealed with the damage.
-    _send(pid, signal.SIGSTOP, listing["started"])
+    target.send(signal.SIGSTOP, pid)
     segment = Segment.open(files[-1], writable=False)
     for _ in range(1000):
         if all(segment.state(n) is not SlotState.FILLED for n in range(segment.slots)):
@@ -224,7 +236,7 @@ def damaged_bytes(target: Target) -> str:
         for _ in range(64):
             # After headers and descriptions, which have checks of their own.
             memory[target.random.randrange(len(memory) // 4, len(memory))] ^= 0xFF
-    _send(pid, signal.SIGKILL, listing["started"])
+    target.send(signal.SIGKILL, pid)
     return f"64 bytes of role {role}'s slots on node {number} flipped, its process killed"
 
 
@@ -238,43 +250,42 @@ def _filled(target: Target) -> Iterator[None]:
             while True:  # until there is no space left
                 file.write(bytes(1 << 16))
         yield
+        target.is_seen = target.is_seen or shutil.disk_usage(target.run.path).free == 0
+        time.sleep(_FULL_SECONDS)
     finally:
         filler.unlink(missing_ok=True)
+        target.over_at = 0.0
 
 
 def full_disk(target: Target) -> str:
     """Fill the file system of the run directory for some seconds."""
     with _filled(target):
-        target.is_seen = shutil.disk_usage(target.run.path).free == 0
-        time.sleep(_FULL_SECONDS)
-    return f"run directory full for {_FULL_SECONDS:g} s"
+        return f"run directory full for {_FULL_SECONDS:g} s"
 
 
 def full_disk_and_process(target: Target) -> str:
     """Kill a training process while the run directory is full: decisions have to wait."""
     with _filled(target):
-        effect = process(target)
-        time.sleep(_FULL_SECONDS)
-    return f"{effect} while the run directory was full for {_FULL_SECONDS:g} s"
+        return f"{process(target)} while the run directory was full for {_FULL_SECONDS:g} s"
 
 
 def drain(target: Target) -> str:
     """Ask for a node to be drained."""
-    number = target.some_node()
-    _deadpool(target, "drain", "--node", str(number))
+    number = target.node()
+    target.deadpool("drain", "--node", str(number))
     return f"node {number} drained"
 
 
 def protect(target: Target) -> str:
     """Ask for another scheme of protection."""
     scheme = target.random.choice(["buddy", "parity"])
-    _deadpool(target, "protect", "--scheme", scheme)
+    target.deadpool("protect", "--scheme", scheme)
     return f"protection by {scheme} asked for"
 
 
 def persist(target: Target) -> str:
     """Ask for a checkpoint in the background."""
-    _deadpool(target, "persist")
+    target.deadpool("persist")
     return "checkpoint in the background asked for"
 
 
@@ -287,28 +298,23 @@ def planned() -> list[dict[str, object]]:
     ]
 
 
-def _release(target: Target, kind: str) -> str:
-    """Let the next planned fault of this kind strike, and wait until it has."""
-    fired = Path(f"{target.plan}.fired")
-    number = len(list(fired.glob(f"release-{kind}-*")))
-    if number == _MAX_PLANNED:
-        raise NotNow("none is left in the plan")
-    (fired / f"release-{kind}-{number}").touch()
-    limit = time.monotonic() + _STRIKE_SECONDS
-    while not target.is_seen and time.monotonic() < limit:
-        time.sleep(0.05)
-        target.is_seen = (fired / f"{kind}-{number}").exists()
-    return f"{kind} {number} released" + ("" if target.is_seen else ", which has not struck")
+def _released(kind: str) -> Strike:
+    """Return the fault that lets the next planned fault of this kind strike, and waits for it."""
 
+    def strike(target: Target) -> str:
+        fired = Path(f"{target.plan}.fired")
+        number = len(list(fired.glob(f"release-{kind}-*")))
+        if number == _MAX_PLANNED:
+            raise NotNow("none is left in the plan")
+        (fired / f"release-{kind}-{number}").touch()
+        limit = time.monotonic() + _STRIKE_SECONDS
+        while not target.is_seen and time.monotonic() < limit:
+            time.sleep(0.05)
+            target.is_seen = (fired / f"{kind}-{number}").exists()
+        target.over_at = time.time() + float(str(_PLANNED[kind].get("resume_after_seconds", 0)))
+        return f"{kind} {number} released" + ("" if target.is_seen else ", which has not struck")
 
-def nan_gradient(target: Target) -> str:
-    """Make the gradients of one role NaN, once."""
-    return _release(target, "nan-gradient")
-
-
-def long_save(target: Target) -> str:
-    """Stop the first process of the next save for some seconds."""
-    return _release(target, "long-save")
+    return strike
 
 
 def slow_fsync(target: Target) -> str:
@@ -324,51 +330,43 @@ def slow_fsync(target: Target) -> str:
 
 def scheduler_notice(target: Target) -> str:
     """Send SIGUSR1 to all processes of a node, as a scheduler does."""
-    number = target.some_node()
-    listing = target.listing(number)
-    for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
-        _send(int(pid), signal.SIGUSR1, listing["started"])
+    number = target.node()
+    agent, *others = target.processes(number, "agent", "vault", "members")
+    target.send(signal.SIGUSR1, agent, *others)
     time.sleep(1.0)
-    target.is_seen = posix.is_alive(int(listing["agent"]))
+    target.is_seen = posix.is_alive(agent)
     return f"SIGUSR1 to all processes of node {number}"
 
 
-def _deadpool(target: Target, command: str, *arguments: str) -> None:
-    """Run a command of the user. Raises NotNow when it is refused."""
-    done = subprocess.run(
-        [sys.executable, "-m", "deadpool_megatron", command, str(target.run.path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_SECONDS,
-    )
-    if done.returncode:
-        raise NotNow((done.stderr or done.stdout).strip()[-200:])
+def _by_name(*strikes: Strike) -> dict[str, Strike]:
+    return {strike.__name__.replace("_", "-"): strike for strike in strikes}
 
 
-KINDS: Mapping[str, Callable[[Target], str]] = {
-    fault.__name__.replace("_", "-"): fault
-    for fault in (
-        *(node, process, vault, agent, coordinator, coordinator_and_process),
-        *(coordinator_frozen, process_frozen, agent_frozen, cut, damaged_bytes),
-        *(full_disk, full_disk_and_process, drain, protect, persist),
-        *(nan_gradient, long_save, slow_fsync, scheduler_notice),
-    )
+#: each ends a process: the first new iteration comes after a recovery
+DEATHS: Mapping[str, Strike] = {
+    "node": _killed("node", "agent", "vault", "members"),
+    "vault": _killed("vault of node", "vault"),
+    "agent": _killed("agent of node", "agent"),
+    **_by_name(process, coordinator, coordinator_and_process),
+    **_by_name(damaged_bytes, full_disk_and_process),
+}
+KINDS: Mapping[str, Strike] = {
+    **DEATHS,
+    **{kind: _released(kind) for kind in _PLANNED},
+    **_by_name(coordinator_frozen, process_frozen, agent_frozen, cut, full_disk),
+    **_by_name(drain, protect, persist, slow_fsync, scheduler_notice),
 }
 
 
 def segments_bytes(run_id: str) -> int:
     """Return the memory that the slots of a run take on this host."""
-    root = segment_root(run_id)
-    return sum(_allocated(path) for path in root.rglob("*") if path.is_file())
+    return directory_bytes(segment_root(run_id))
 
 
 def directory_bytes(path: Path) -> int:
-    """Return the disk space of a run directory."""
-    return sum(_allocated(found) for found in path.rglob("*") if found.is_file())
-
-
-def _allocated(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0  # gone meanwhile
+    """Return the disk space of a directory."""
+    total = 0
+    for found in path.rglob("*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            total += found.stat().st_blocks * 512 if found.is_file() else 0
+    return total

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,27 @@ class SoakError(Exception):
 
 @dataclass
 class Struck:
-    """A fault and its effect. ``seconds``: from the fault to the next new iteration; ``observed``:
-    it had an effect, as reported by the run or the fault itself."""
+    """A fault and its effect. ``over_at``: its strike, or the end of its own duration if that is
+    later, on the wall clock; ``seconds``: from there to the next new iteration; ``recomputed``:
+    iterations that each of its recoveries computed again; ``observed``: it had an effect, as
+    reported by the run or the fault itself."""
 
     kind: str
     effect: str
     at_seconds: float
     iteration: int
+    over_at: float = 0.0
     seconds: float | None = None
-    epochs: int = 0
+    recomputed: list[int] = field(default_factory=list)
     observed: bool = False
+
+    def settle(self, recoveries: Iterable[Event]) -> None:
+        """Take over the numbers of its recoveries, the last of which may end later than the first
+        iteration that was reported: that was under way, and no node was needed for it."""
+        for event in recoveries:
+            if event.wall_seconds > self.over_at:
+                self.recomputed.append(int(event.data["steps_recomputed"]))
+                self.seconds = max(self.seconds or 0.0, event.wall_seconds - self.over_at)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -101,8 +112,7 @@ class Round:
     decided: list[Event] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
     newest: int = 0
-    epoch: int = 0
-    recoveries: int = 0
+    recoveries: list[Event] = field(default_factory=list)
     samples: list[growth.Sample] = field(default_factory=list)
     files: list[growth.Files] = field(default_factory=list)
     compared: int = 0
@@ -127,12 +137,11 @@ class Round:
             self._sample()
 
     def _take(self, event: Event) -> None:
-        self.epoch = max(self.epoch, event.epoch)
         self.reported += event.kind in _REPORTED_KINDS
         if event.kind is Kind.STEP:
             self.newest = max(self.newest, event.iteration or 0)
         elif event.kind is Kind.RECOVERED:
-            self.recoveries += 1
+            self.recoveries.append(event)
         elif event.kind is Kind.STALE_DIVERGENCE:
             raise SoakError(f"a replayed iteration gave other numbers: {dict(event.data)}")
         elif event.kind is Kind.STATE_HASH:
@@ -247,23 +256,6 @@ class Plan:
 
 
 def strike_on(
-    round_: Round, plan: Plan, dice: random.Random, deadline: float, iterations: int
-) -> list[Struck]:
-    """Strike until the round is near its end or the deadline has come.
-
-    A run that ended well gives the hashes of its last iterations too. Raises SoakError, with what
-    was struck so far in ``struck``.
-    """
-    struck: list[Struck] = []
-    try:
-        _strike_on(round_, plan, dice, deadline, iterations, struck)
-    except SoakError as error:
-        error.struck = struck  # type: ignore[attr-defined]
-        raise
-    return struck
-
-
-def _strike_on(
     round_: Round,
     plan: Plan,
     dice: random.Random,
@@ -271,38 +263,36 @@ def _strike_on(
     iterations: int,
     struck: list[Struck],
 ) -> None:
+    """Strike until the round is near its end or the deadline has come; each fault is added to
+    ``struck``. Raises SoakError."""
     follow(round_, lambda: round_.newest >= 2, 240.0, "the first iterations")
     info = round_.run.read_run()
     target = faults.Target(round_.run, info.run_id, dice, plan.isolated)
     names = sorted(plan.kinds) + 3 * sorted(plan.kinds.keys() & {"node", "agent"})
-    last, reported = iterations - 40, 0
+    pauses, last = (lambda: dice.uniform(*plan.pause_seconds)), iterations - 40
+    pause(round_, pauses())
     while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
-        pause(round_, dice.uniform(*plan.pause_seconds))
-        if struck:  # an order may be carried out an iteration later
-            struck[-1].observed |= round_.reported > reported
-        if round_.newest >= last or round_.is_over:
-            break
-        if not names:
-            continue
-        kind = dice.choice(names)
+        kind = dice.choice(names or [""])
+        reported, recoveries = round_.reported, len(round_.recoveries)
+        target.is_seen, target.over_at = False, 0.0
         try:
             target.seats = round_.seats()
-            target.is_seen, before = False, round_.reported
-            now = time.monotonic()
-            fault = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
+            fault = Struck(kind, "", time.monotonic() - round_.began, round_.newest)
             fault.effect = plan.kinds[kind](target)
-        except faults.NotNow as error:
+        except (faults.NotNow, KeyError) as error:
             print(f"  {kind}: not now: {error}", file=sys.stderr)
+            pause(round_, pauses())
             continue
         struck.append(fault)
-        reported = before
+        fault.over_at = target.over_at or time.time()
         round_.look()
         await_progress(round_, plan.progress_seconds, fault.effect)
-        fault.seconds = time.monotonic() - now
-        fault.epochs = round_.epoch - fault.epochs
+        fault.seconds = max(0.0, time.time() - fault.over_at)
+        pause(round_, pauses())  # an order may be carried out an iteration later
         fault.observed = target.is_seen or round_.reported > reported
-        line = f"  {fault.at_seconds:7.1f} s  {fault.effect}: {fault.seconds:.1f} s"
-        print(line, file=sys.stderr)
+        fault.settle(round_.recoveries[recoveries:])
+        seconds = f"{fault.at_seconds:7.1f} s  {fault.effect}: {fault.seconds:.1f} s"
+        print(f"  {seconds}", file=sys.stderr)
 
 
 def pause(round_: Round, seconds: float) -> None:

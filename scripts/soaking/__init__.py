@@ -1,1 +1,0 @@
-"""The parts of soak.py: faults, growth, rounds."""
