@@ -51,9 +51,9 @@ def parser_of(case: ModuleType) -> argparse.ArgumentParser:
         description=case.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, least, text in (("rounds", 1, "turns"), ("steps", 2, "measured per run")):
+    for name, minimum, text in (("rounds", 1, "turns"), ("steps", 2, "measured per run")):
         if default := getattr(case, name.upper(), 0):
-            kind = {"type": at_least(least), "default": default, "metavar": "N"}
+            kind = {"type": at_least(minimum), "default": default, "metavar": "N"}
             parser.add_argument(f"--{name}", help=text, **kind)
     if hasattr(case, "add_flags"):
         case.add_flags(parser)
