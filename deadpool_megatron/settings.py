@@ -132,7 +132,7 @@ class Settings:
     interface: str = _setting(
         "127.0.0.1",
         "address on which vaults and communicators listen, or the name of the network interface"
-        " that has it on each node",
+        " that has it on each node; several with commas: copies use all, communicators the first",
     )
     node_silence_seconds: float = _setting(
         4.7, "the roles of a node that is silent for this long are reassigned"

@@ -326,11 +326,22 @@ def host_address(host: str) -> str:
     return address
 
 
-def local_address(text: str) -> str:
-    """Return the address that a value of ``--deadpool-interface`` means on this machine: that of
-    the interface with this name, or the value itself if it is an address or a host name. Raises
-    CommandError for any other value.
-    """
+def local_addresses(text: str) -> list[str]:
+    """Return the addresses that a value of ``--deadpool-interface`` means on this machine. Raises
+    CommandError, for example if there are several and they are not available or not distinct."""
+    found = [_local_address(part) for part in text.split(",")]
+    if len({*found}) < len(found):
+        raise CommandError(
+            f"--deadpool-interface {text} names an address twice ({', '.join(found)})"
+        )
+    for address in found[1:]:
+        listen(address, 0).close()
+    return found
+
+
+def _local_address(text: str) -> str:
+    """Return the address of the interface with this name, or the value itself if it is an address
+    or a host name. Raises CommandError for any other value."""
     names = [name for _, name in socket.if_nameindex()]
     if text in names:
         return interface_address(text)

@@ -122,7 +122,7 @@ class Cluster:
     racks: Count | None = _key("failure domains of equal size; default: each node is one", None)
     host_memory_gb: Amount = _key("host memory of a node")
     host_memory_reserved_gb: Size = _key("what training, loaders and system need of it", 0.0)
-    nic_gb_s: Amount = _key("gigabytes (not bits) per second of all network cards together")
+    nic_gb_s: Amount = _key("gigabytes (not bits) per second of all network cards for copies")
     nic_fraction: Fraction = _key("share of it that copies get during training", 1.0)
     pcie_gb_s: Amount = _key("gigabytes per second from one GPU to host memory")
     checksum_gb_s: Amount = _key("gigabytes per second that one thread checksums (xxh3)")

@@ -22,7 +22,7 @@ import deadpool_megatron
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
-from deadpool_megatron.vault.shared_nic import interface_of
+from deadpool_megatron.vault.transport import interface_of
 
 _SHM = Path("/dev/shm")
 # Distributions that determine the computed numbers, by their names in the package index.

@@ -18,6 +18,7 @@ Each module uses only the modules below it::
     slot_store         the slots of this node, and every way for a part to be sealed
     commit_ledger      acknowledgements of copies, and commits
     epoch_gate         the epoch that is open
+    lanes              the addresses of this node, from which it connects to other vaults
     copies             the schemes that are made of copies
     shared_nic         the pace of copies, which yields to the traffic of training
     transport          connections of vaults

@@ -19,7 +19,7 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault import agent_orders, errors, shared_nic, transport as transports
+from deadpool_megatron.vault import agent_orders, errors, transport as transports
 from deadpool_megatron.wire import auth
 
 
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--segment-dir", type=Path, required=True)
     parser.add_argument("--unix-fd", type=int, required=True, help="listening vault.sock")
-    parser.add_argument("--tcp-fd", type=int, required=True, help="listening TCP socket")
+    parser.add_argument("--tcp-fd", type=int, required=True, nargs="+", help="listening sockets")
     given = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(threadName)s %(levelname)s %(message)s"
@@ -56,11 +56,13 @@ def main() -> int:
     except (auth.AuthenticationError, ValueError, KeyError) as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
-    listener = socket.socket(fileno=given.tcp_fd)
-    transport = transports.Transport(listener, secret, run_id, given.node, settings.connect_seconds)
+    # A link that breaks is given up before the other nodes could give up this node.
+    silence = settings.node_silence_seconds / 2 if len(given.tcp_fd) > 1 else 0.0
+    about = secret, run_id, given.node, settings.connect_seconds, silence
+    listeners = [socket.socket(fileno=number) for number in given.tcp_fd]
+    lanes = [transports.Transport(listener, *about) for listener in listeners]
     local = socket.socket(fileno=given.unix_fd)
-    interface = shared_nic.interface_of(listener.getsockname()[0])
-    vault = agent_orders.Vault(given.node, given.segment_dir, settings, transport, local, interface)
+    vault = agent_orders.Vault(given.node, given.segment_dir, settings, local, *lanes)
 
     def end(*_: object) -> None:
         vault.ended_by_signal = True

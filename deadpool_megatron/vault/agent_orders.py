@@ -54,21 +54,20 @@ class Vault:
         node: int,
         directory: Path,
         settings: Settings,
-        transport: Transport,
         local_listener: socket.socket,
-        interface: str = "",
+        *transports: Transport,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._settings = settings
-        self._transport = transport
+        self._transports = transports
         self.store = store = SlotStore(
-            scheme_of, node, directory, settings, self._emit, transport, interface
+            scheme_of, node, directory, settings, self._emit, *transports
         )
         self._gate = store.gate
         self._ledger = store.ledger
         self._members = member_connection.MemberConnections(self.store)
-        self._server = Server(self.store, transport)
+        self._server = Server(self.store, *transports)
         self._local_server = member_connection.LocalServer(local_listener, self._serve_local)
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
@@ -115,7 +114,8 @@ class Vault:
         self._cut()
         self._server.stop()
         self._local_server.stop()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
         if self._remove:
             shutil.rmtree(self._directory, ignore_errors=True)
             parent = self._directory.parent
@@ -145,8 +145,7 @@ class Vault:
         text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {outcome}"
         if text != self._names_message:
             self._names_message = text
-            data = {"level": "warning", "text": text}
-            self._emit(Event(Kind.LOG, node=self._gate.node, data=data))
+            self.store.reports.warn(text)
 
     # Local connections.
 

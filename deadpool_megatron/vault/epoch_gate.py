@@ -12,7 +12,8 @@ import time
 
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.vault.errors import Refusal, VaultError
-from deadpool_megatron.vault.transport import Channel, Transport
+from deadpool_megatron.vault.lanes import Lanes
+from deadpool_megatron.vault.transport import Channel
 
 
 class EpochGate:
@@ -20,10 +21,10 @@ class EpochGate:
 
     ``lock`` is the only lock of the vault's shared state: it guards this gate, the commit ledger,
     and the slots with their table. ``changed`` is notified whenever a thread that waits for it may
-    be able to continue. ``transport``: None in a process without a vault, which dumps slots.
+    be able to continue. ``lanes``: none in a process without a vault, which dumps slots.
     """
 
-    def __init__(self, node: int, transport: Transport | None = None) -> None:
+    def __init__(self, node: int, lanes: Lanes) -> None:
         self.node = node
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -31,7 +32,7 @@ class EpochGate:
         self.open_epoch = 0
         self.closed_epoch = 0
         self.closed_at = 0.0  # monotonic
-        self.transport = transport
+        self.lanes = lanes
 
     def judge(self, epoch: int) -> Refusal | None:
         """Return None for the open epoch, EARLY for an epoch whose record has not arrived yet,
@@ -82,6 +83,6 @@ class EpochGate:
         """Connect to the vault of a node of the record. Raises OSError, WireError, or VaultError
         for a node that is not live."""
         address = self.record.nodes.get(node) if self.record is not None else None
-        if address is None or self.transport is None:
+        if address is None or not self.lanes.lanes:
             raise VaultError("not a live node")
-        return self.transport.connect(node, address.host, address.vault_port)
+        return self.lanes.dial(node, (address.host, address.vault_port))

@@ -184,6 +184,10 @@ class VaultReports:
         data = {"part": name, "where": where, **checksums}
         self.emit(Kind.CORRUPTION, role, generation, data)
 
+    def warn(self, text: str) -> None:
+        """Have a warning printed with the run's own messages."""
+        self.send(Event(Kind.LOG, node=self._node, data={"level": "warning", "text": text}))
+
     def refuse(self, text: str, **facts: object) -> None:
         """Count a refusal, and report each reason at most once a second."""
         now, reason = time.monotonic(), _NUMBERS.sub("N", text)

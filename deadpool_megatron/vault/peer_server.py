@@ -42,25 +42,29 @@ _PAUSE_SECONDS = 0.02
 class Server:
     """Accepts and serves the connections of other vaults."""
 
-    def __init__(self, store: SlotStore, transport: Transport) -> None:
+    def __init__(self, store: SlotStore, *transports: Transport) -> None:
         self._store = store
-        self._transport = transport
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._unauthenticated: dict[Channel, float] = {}  # monotonic time of arrival, in that order
-        self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._accept, args=[each], name="accept-vaults", daemon=True)
+            for each in transports
+        ]
 
     def start(self) -> None:
         """Begin to accept connections."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Cut all connections and accept no more."""
         self._stopping.set()
         self.cut()
-        self._thread.join(timeout=2.0)
+        for thread in self._threads:
+            thread.join(timeout=2.0)
 
     def cut(self) -> None:
         """End every connection: their epoch has been closed."""
@@ -68,13 +72,13 @@ class Server:
             for channel in self._channels:
                 channel.shutdown()
 
-    def _accept(self) -> None:
+    def _accept(self, transport: Transport) -> None:
         while not self._stopping.is_set():
             if not self._has_capacity():
                 self._stopping.wait(_PAUSE_SECONDS)
                 continue
             try:
-                channel = self._transport.accept(0.5)
+                channel = transport.accept(0.5)
             except OSError as error:  # for example, no file descriptor is left
                 log.warning("accept: %s", error)
                 self._stopping.wait(0.1)
@@ -159,6 +163,9 @@ class _Connection:
             self._put(message)
         elif kind == "fetch":
             self._fetch(message)
+        elif kind == "lanes":
+            lanes = self._gate.lanes.lanes
+            self._channel.send({"t": "lanes", "lanes": [lane.transport.address for lane in lanes]})
         elif kind == "describe":
             self._describe(message)
         else:

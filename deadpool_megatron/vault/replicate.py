@@ -105,6 +105,8 @@ class Sender(threading.Thread, ABC):
                 done = self._ship_once(work)
             except (VaultError, *UNREACHABLE) as error:
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
+                if self._channel is not None and self._is_open():
+                    self._gate.lanes.avoid(self._channel.use)
                 self._disconnect()
                 done = False
             if done:
@@ -124,6 +126,8 @@ class Sender(threading.Thread, ABC):
         return self._gate.is_open(self._epoch)
 
     def _connect(self) -> Channel:
+        if self._channel is not None and self._channel.use.should_move():
+            self._disconnect()
         if self._channel is None:
             self._channel = channel = self._gate.dial(self._node)
             if not self._is_open():
@@ -182,7 +186,7 @@ class Replicator(Sender):
             return self._handle_refusal(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        link, role = self._store.nic, self._layout.role
+        link, role = channel.use.lane.nic, self._layout.role
         with Share(link, role, generation, nbytes, self._epoch, channel.sent) as flow:
             for place in places:
                 if place.name in wanted:
@@ -192,6 +196,8 @@ class Replicator(Sender):
                 return self._handle_refusal(refused, generation, places)
             if nbytes:
                 flow.end()
+        if len(channel.use.ends) > 1:
+            self._store.reports.counters[f"bytes shipped over {link.name}"] += nbytes
         kept = {place.name for place in places} - wanted | {*answer["parts"]}
         names = [place.name for place in places if place.name in kept]
         self._ledger.count_shipped(self._layout.role, nbytes, self._epoch)

@@ -16,12 +16,9 @@ because no training runs meanwhile.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
-import socket
 import statistics
-import struct
 import threading
 import time
 from collections import deque
@@ -79,25 +76,8 @@ _COUNTED, _MIN_SAMPLE_SHARE = 0.1, 0.25
 _SYSFS = Path("/sys/class/net")
 _COUNTERS = Path("/proc/self/net/dev")  # in the network namespace of the process, unlike /sys
 _SENT_COLUMN = 8  # after the name: eight columns for receipt, then the bytes sent
-_SIOCGIFADDR = 0x8915
 _BYTES_PER_WORD = 4  # port_xmit_data counts words
 _ARPHRD_INFINIBAND = "32"
-
-
-def interface_of(address: str) -> str:
-    """Return the interface whose first IPv4 address this is; empty if there is none."""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # the interface has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
 
 
 class Pace:
@@ -175,12 +155,22 @@ class Pace:
 
 
 class SharedNic:
-    """The NIC that sends all copies of a node: the interface ``name`` (empty: not known), its
-    speed, its use, and the rate limit. Thread-safe; no other lock is taken while its lock is held.
-    Tests replace the files of ``sysfs`` and ``counters``."""
+    """A NIC that sends copies: the interface ``name`` (empty: not known), its speed, its
+    use, and the rate limit. Thread-safe; no other lock is taken while its lock is held. Tests
+    replace the files of ``sysfs`` and ``counters``.
+
+    ``lanes``: the number of NICs among which the copies and the limit are divided. ``first``: the
+    first of them, if this is another; all have the same paces of roles, and the same lock.
+    """
 
     def __init__(
-        self, settings: Settings, name: str = "", sysfs: Path = _SYSFS, counters: Path = _COUNTERS
+        self,
+        settings: Settings,
+        name: str = "",
+        sysfs: Path = _SYSFS,
+        counters: Path = _COUNTERS,
+        lanes: int = 1,
+        first: SharedNic | None = None,
     ) -> None:
         self.name = name
         self._directory, self._counters = sysfs / name, counters
@@ -190,7 +180,8 @@ class SharedNic:
         self._rdma_ports = sorted(ports) if name else []
         self._is_infiniband = bool(self._rdma_ports) and self._read("type") == _ARPHRD_INFINIBAND
         self.share = settings.link_share
-        self.copies = max(1, settings.replicas)  # copies of a generation, sent in parallel
+        # Copies of a role's generation that this NIC sends in parallel.
+        self.copies = max(1, settings.replicas) / lanes
         self.fills_gaps = settings.link_gaps == "on"
         # Bytes per second: the speed that the interface reports, which may exceed that of its
         # network, and the best measured speed, which may be below that of the NIC.
@@ -199,9 +190,9 @@ class SharedNic:
         self.closed_bytes = 0  # sent by TCP for shipments that have ended
         self.is_watched = self.is_idle = False
         self._readings: deque[tuple[float, int, int]] = deque()
-        self.changed = threading.Condition()
-        self.paces: dict[int, Pace] = {}
-        self._bits = math.ceil(settings.rate_limit_gbps * _GIGABIT)  # a second; 0: no limit
+        self.changed: threading.Condition = first.changed if first else threading.Condition()
+        self.paces: dict[int, Pace] = first.paces if first else {}
+        self._bits = math.ceil(settings.rate_limit_gbps / lanes * _GIGABIT)  # a second; 0: no limit
         rate = self._bits / 8 if self._bits else None
         self.burst_bytes = piece_bytes(rate, settings.chunk_bytes)
         self._full_at = 0  # when the limit allows the next byte, in ns times bits a second
@@ -296,7 +287,7 @@ class SharedNic:
         """Drop all paces: a new epoch has other placements, and perhaps another speed of
         training."""
         with self.changed:
-            self.paces = {}
+            self.paces.clear()
             self.changed.notify_all()
 
     def note(
@@ -360,7 +351,7 @@ class Share(AbstractContextManager["Share"]):
     def _hold_back(self, sealed: float, window: float) -> None:
         """Spread the shipment over a part of the available time ``window``, from its seal on."""
         nic = self._nic
-        self._begin, self._speed = sealed, nic.speed()[0] / (len(nic.paces) * nic.copies)
+        self._begin, self._speed = sealed, nic.speed()[0] / max(1, len(nic.paces) * nic.copies)
         has_gaps = nic.fills_gaps and nic.pace(self._role).finds_gaps
         share = min(nic.share, _GAPS_LIKELY_SHARE if has_gaps else 1.0)
         self.seconds = self._nbytes / max(share * self._speed, MIN_RATE)

@@ -19,6 +19,7 @@ from deadpool_megatron.vault.commit_ledger import CommitLedger
 from deadpool_megatron.vault.copies import Scheme
 from deadpool_megatron.vault.epoch_gate import EpochGate
 from deadpool_megatron.vault.errors import Refusal, VaultError, VaultReports
+from deadpool_megatron.vault.lanes import Lane, Lanes
 from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shared_nic import Pace, SharedNic
 from deadpool_megatron.vault.shm.segment import Filled, PartState, Segment, SlotState
@@ -41,14 +42,16 @@ class SlotStore:
         directory: Path,
         settings: Settings,
         emit: Callable[[Event], None],
-        transport: Transport | None = None,
-        interface: str = "",
+        *transports: Transport,
     ) -> None:
         self.settings = settings
         self.reports = VaultReports(node, emit)
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
-        self.nic = SharedNic(settings, interface)
-        self.gate = EpochGate(node, transport)
+        names = [transport.interface for transport in transports] or [""]
+        self.nic = SharedNic(settings, names[0], lanes=len(names))
+        more = [SharedNic(settings, n, lanes=len(names), first=self.nic) for n in names[1:]]
+        lanes = Lanes([*map(Lane, transports, [self.nic, *more])], self.reports.warn)
+        self.gate = EpochGate(node, lanes)
         self.ledger = CommitLedger(self.gate, self.table, self.nic, self.reports)
         self.on_bad: Callable[[int, int, Generation, str], None] = lambda *_: None
         self._scheme_of = scheme_of
@@ -88,6 +91,7 @@ class SlotStore:
             gate.record = record
             ledger.begin(self._scheme_of(record, self))
             self.nic.begin()
+            gate.lanes.begin(record)
             for segment in list(self.table.segments.values()):
                 is_needed = restore.generation in self.table.holds(segment)
                 if not is_needed and not self.is_used(segment):

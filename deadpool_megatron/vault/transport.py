@@ -8,6 +8,7 @@ into their slot.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
 import threading
@@ -38,6 +39,23 @@ _UNSENT_BYTES = 256 << 10
 _TCP_INFO_BYTES = 256
 _SENT_AT = 168
 _SENT = struct.Struct("=Q24xQ")
+_SIOCGIFADDR = 0x8915
+
+
+def interface_of(address: str) -> str:
+    """Return the interface whose first IPv4 address this is; empty if there is none."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # the interface has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 def realm_of(run_id: str, node: int) -> str:
@@ -65,6 +83,7 @@ class Channel:
         self._deadline_seconds = deadline_seconds
         self._secret = secret
         self._realm = realm
+        self.use: Any = None  # the place in a lane (:mod:`.lanes`) that this connection has
         connection.settimeout(deadline_seconds)
 
     def authenticate(self) -> None:
@@ -135,7 +154,9 @@ class Transport:
     :mod:`deadpool_megatron.wire.auth`. Thread-safe.
 
     The listening socket is made by the agent and inherited, so the address and the backlog of
-    connections survive a restart of the vault.
+    connections survive a restart of the vault. ``silence_seconds``: set where the node has several
+    addresses. Connections then leave from that of the listener, and end when the other side has
+    acknowledged nothing for this time.
     """
 
     def __init__(
@@ -145,8 +166,12 @@ class Transport:
         run_id: str,
         node: int,
         deadline_seconds: float,
+        silence_seconds: float = 0.0,
     ) -> None:
         self._listener = listener
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self.interface = interface_of(self.address[0])
+        self._silence_seconds = silence_seconds
         self._secret = secret
         self._run_id, self._realm = run_id, realm_of(run_id, node)
         self._deadline_seconds = deadline_seconds
@@ -155,7 +180,11 @@ class Transport:
     def connect(self, node: int, host: str, port: int) -> Channel:
         """Return an authenticated channel to the vault of ``node``. Raises OSError or WireError."""
         realm = realm_of(self._run_id, node)
-        connection = auth.connect((host, port), self._secret, realm, self._deadline_seconds)
+        limit, origin = self._deadline_seconds, None
+        if self._silence_seconds:
+            limit, origin = min(limit, self._silence_seconds), (self.address[0], 0)
+        connection = auth.connect((host, port), self._secret, realm, limit, origin)
+        self._limit_silence(connection)
         return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
@@ -168,8 +197,19 @@ class Transport:
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._limit_silence(connection)
         records = RecordSocket.of(connection)
         return Channel(records, self._deadline_seconds, self._secret, self._realm)
+
+    def _limit_silence(self, connection: socket.socket) -> None:
+        if self._silence_seconds:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, 1),
+                (socket.TCP_KEEPINTVL, 1),
+                (socket.TCP_USER_TIMEOUT, round(1000 * self._silence_seconds)),
+            ):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def close(self) -> None:
         """Accept no more channels."""

@@ -184,13 +184,19 @@ class Handshake:
 
 
 def connect(
-    address: tuple[str, int], secret: bytes, realm: str, timeout_seconds: float
+    address: tuple[str, int],
+    secret: bytes,
+    realm: str,
+    timeout_seconds: float,
+    origin: tuple[str, int] | None = None,
 ) -> records.RecordSocket:
-    """Open an authenticated TCP connection; the timeout stays set on the socket.
+    """Open an authenticated TCP connection, from ``origin`` if given; the timeout stays set on the
+    socket.
 
     Raises OSError without a listener, and AuthenticationError for a peer of another run.
     """
-    connection = records.RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
+    opened = socket.create_connection(address, timeout_seconds, origin)
+    connection = records.RecordSocket.of(opened)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handshake = Handshake(secret, realm, address_of(connection.getpeername()))

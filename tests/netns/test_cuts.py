@@ -1,7 +1,9 @@
 """Cables that are slow, half cut or cut for a moment, and what copies are marked with on them."""
 
 import json
+import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -9,7 +11,7 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts
-from tests.netns.lab.cluster import Cluster, Job, counting
+from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, counting
 from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
@@ -68,6 +70,46 @@ def test_node_that_is_cut_off_stops_before_its_role_is_given_away(cluster, measu
     (recovery,) = cluster.finish()["recoveries"]
     assert recovery["seats_changed"][str(_VICTIM)][1][0] == 2
     measured(f"cable of a node: {fault}", stopped + again)
+
+
+def test_cut_of_a_cable_for_copies_costs_no_recovery(tmp_path, measured):
+    """With four roles a node, the roles of a cut cable use the others until it is mended."""
+    cables = [f"eth{number}" for number in range(4)]
+    settings = ("--nproc-per-node", "4", "--deadpool-interface", ",".join(cables))
+    job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), 2, 0, settings, "")
+    with (
+        Hosts(2, tmp_path, cables=4) as hosts,
+        Cluster(hosts, tmp_path / "run", job) as cluster,
+    ):
+
+        def carried(iterations: int) -> list[int]:
+            """Return the bytes that each cable of node 0 has carried since a beat of now."""
+            counts = []
+            for _ in range(2):
+                cluster.wait_progress(iterations)
+                command = (sys.executable, "-m", "deadpool_megatron", "status", "--json")
+                found = json.loads(hosts[0].run(*command, str(cluster.run.path)).stdout)
+                vault = found["nodes"]["0"]["vault"]
+                counts.append([vault.get(f"bytes shipped over {name}", 0) for name in cables])
+            return [after - before for before, after in zip(*counts, strict=True)]
+
+        def wait_warning(text: str) -> None:
+            logged = partial(cluster.events, Kind.LOG)
+            cluster.wait_for(text, lambda: any(text in e.data["text"] for e in logged()))
+
+        assert all(carried(40))
+        began = time.time()
+        hosts.switch.cut("host1-2")
+        wait_warning("copies from eth2 (10.77.2.1) to node 1 (10.77.2.2) fail")
+        without = carried(40)
+        assert without[2] == 0
+        assert all(without[:2] + without[3:])
+        pause = cluster.longest_pause(began)
+        hosts.switch.mend("host1-2")
+        wait_warning("copies use eth2 (10.77.2.1)")
+        assert all(carried(40))
+        assert cluster.finish()["recoveries"] == []
+    measured("one of four cables for copies cut", f"training paused for {pause:.1f} s, once")
 
 
 def watch(host: Host) -> None:

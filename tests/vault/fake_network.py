@@ -5,6 +5,7 @@ Who listens looks often whether it is to end.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -37,6 +38,7 @@ class FakeNetwork:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: dict[tuple[str, int], list[RecordSocket]] = {}
+        self._dialled: list[tuple[str, RecordSocket]] = []
         self.cut: set[tuple[str, int]] = set()
         # From one address to another, as a broken route is.
         self.cut_routes: set[tuple[tuple[str, int], tuple[str, int]]] = set()
@@ -57,8 +59,17 @@ class FakeNetwork:
                 theirs.close()
                 raise ConnectionRefusedError(f"nobody listens on {address}")
             self._waiting[address].append(theirs)
+            self._dialled.append((address[0], ours))
             self._condition.notify_all()
         return ours
+
+    def sever(self, host: str) -> None:
+        """All connections to a host end, and it answers nobody until ``cut`` is cleared."""
+        with self._condition:
+            self.cut |= {address for address in self._waiting if address[0] == host}
+            for _, end in [each for each in self._dialled if each[0] == host]:
+                with contextlib.suppress(OSError):  # closed already
+                    end.shutdown(socket.SHUT_RDWR)
 
     def answer(self, address: tuple[str, int], seconds: float) -> RecordSocket | None:
         """The next connection dialled to ``address``."""
@@ -81,24 +92,25 @@ class FakeTransport(Transport):
         self, network: FakeNetwork, address: tuple[str, int], deadline_seconds: float
     ) -> None:
         self._network = network
-        self._address = address
+        self.address = address
+        self.interface = address[0]
         self._deadline_seconds = deadline_seconds
 
     def connect(self, node: int, host: str, port: int) -> Channel:
-        connection = self._network.dial((host, port), self._address)
+        connection = self._network.dial((host, port), self.address)
         return Channel(connection, self._deadline_seconds, None, "")
 
     def accept(self, seconds: float) -> Channel | None:
-        connection = self._network.answer(self._address, min(seconds, _LOOK_SECONDS))
+        connection = self._network.answer(self.address, min(seconds, _LOOK_SECONDS))
         if connection is None:
             return None
         return Channel(connection, self._deadline_seconds, None, "")
 
     def await_one(self) -> Channel:
         """The next connection, as long as it may take to be dialled on a busy machine."""
-        connection = self._network.answer(self._address, MAX_WAIT_SECONDS)
-        assert connection is not None, f"nobody dialled {self._address}"
+        connection = self._network.answer(self.address, MAX_WAIT_SECONDS)
+        assert connection is not None, f"nobody dialled {self.address}"
         return Channel(connection, self._deadline_seconds, None, "")
 
     def close(self) -> None:
-        self._network.forget(self._address)
+        self._network.forget(self.address)

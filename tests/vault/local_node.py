@@ -3,6 +3,7 @@
 import shutil
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from deadpool_megatron.layout.records import Seat
@@ -15,10 +16,15 @@ class LocalNode:
     """Its slots outlive the vault, as those of a vault process do."""
 
     def __init__(
-        self, network: FakeNetwork, number: int, directory: Path, settings: Settings
+        self,
+        network: FakeNetwork,
+        number: int,
+        directory: Path,
+        settings: Settings,
+        hosts: Sequence[str] = ("fake",),
     ) -> None:
         self.network, self.number, self.directory = network, number, directory
-        self.settings = settings
+        self.settings, self.hosts = settings, hosts
         self.clients: list[vault_client.VaultClient] = []
         self.starts = 0
         self.start()
@@ -30,9 +36,9 @@ class LocalNode:
         self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.socket_path)
         self.listener.listen()
-        transport = self.network.transport("fake", self.number, 5.0)
+        transports = [self.network.transport(host, self.number, 5.0) for host in self.hosts]
         self.vault = agent_orders.Vault(
-            self.number, self.directory, self.settings, transport, self.listener
+            self.number, self.directory, self.settings, self.listener, *transports
         )
         self.vault.start()
         self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deadpool_megatron.cli.common import ignore_notices, local_address, refusing_system_errors
+from deadpool_megatron.cli.common import ignore_notices, local_addresses, refusing_system_errors
 from deadpool_megatron.cli.start.agent_process import serve
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cluster.agent.options import AgentOptions
@@ -79,7 +79,7 @@ class Launcher:
         self._discards = False  # whether a stop removes the state in memory
         self._stopped_pids: set[int] = set()  # coordinators that got the user's signal
         self._stop_deadline = 0.0
-        self._address = ""
+        self._hosts: list[str] = []
         self._segments_claim = -1  # descriptor; while it is open, the segments count as in use
         self._is_ending = False
         self._ended_at: dict[int, float] = {}  # node -> end of its agent, if recent
@@ -92,7 +92,7 @@ class Launcher:
 
         Raises CommandError for errors of the environment. No process remains in either case.
         """
-        self._address = local_address(self.info.settings.interface)
+        self._hosts = local_addresses(self.info.settings.interface)
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -154,12 +154,13 @@ class Launcher:
             self.directory,
             self.info,
             auth.load_secret(self.directory.path),
-            self._address,
+            self._hosts[0],
             "",
             server,
             self.modules,
             launcher_fd=pipe,
             siblings=frozenset(self.numbers),
+            more_hosts=tuple(self._hosts[1:]),
         )
         return serve(options, standby_port=0)
 

@@ -165,7 +165,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         preconditions.check_shared_memory(info, 1)
     if not args.domain:
         preconditions.read_domains(info.settings)  # with --domain, this host need not have the file
-    host, domain = _place(args, slurm, info.settings)
+    host, domain, *more = _place(args, slurm, info.settings)
     preconditions.check_address(run, host)
     address = _check_listening(run, args, host)
     if auth.leaves_host(address) and not auth.CAN_GMAC:
@@ -177,7 +177,15 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         preconditions.check_command([script])  # another host may have created the run
     return AgentOptions(
-        node, run, info, secret, host, domain, fixed_address=fixed, leave_seconds=args.leave_seconds
+        node,
+        run,
+        info,
+        secret,
+        host,
+        domain,
+        fixed_address=fixed,
+        leave_seconds=args.leave_seconds,
+        more_hosts=tuple(more),
     )
 
 
@@ -192,26 +200,27 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
     raise common.CommandError("which node is this? give --node-id I, --attach or --from-slurm")
 
 
-def _place(
-    args: argparse.Namespace, slurm: SlurmNode | None, settings: Settings
-) -> tuple[str, str]:
-    """Return the address and the failure domain of this node. Flags take precedence over Slurm's
-    values, and a domains file over Slurm's topology. The domain is empty if it is not known."""
-    host, domain = args.host, args.domain
+def _place(args: argparse.Namespace, slurm: SlurmNode | None, settings: Settings) -> list[str]:
+    """Return the address and the failure domain of this node, then the other addresses for copies.
+    Flags take precedence over Slurm's values, and a domains file over Slurm's topology. The domain
+    is empty if it is not known."""
+    host, domain, first = args.host, args.domain, settings.interface.partition(",")[0]
+    # One value is judged below, where it may not matter.
+    named = common.local_addresses(settings.interface) if first != settings.interface else []
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
     if host is None:
         # settings.interface is the name of an interface or an address. A name takes precedence
         # over Slurm's host; an address does not, as it would be the same on every node. Where it
         # has its default, NCCL's choice takes precedence over both.
-        is_name = settings.interface in (name for _, name in socket.if_nameindex())
+        is_name = first in (name for _, name in socket.if_nameindex())
         if settings.interface == Settings.interface and (nccl := common.nccl_address(os.environ)):
             host = nccl
         elif slurm is None or is_name:
-            host = common.local_address(settings.interface)
+            host, *_ = common.local_addresses(first)
         else:
             host = common.host_address(slurm.host)
-    return host, domain
+    return [host, domain, *(address for address in named if address != host)]
 
 
 def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> str:

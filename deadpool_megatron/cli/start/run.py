@@ -112,7 +112,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         preconditions.check_run_directory(directory)
         preconditions.check_shared_memory(info, info.nodes + info.spares)
     # Refuse an unusable address now; otherwise a standby would fail later.
-    address = common.local_address(settings.interface)
+    address, *_ = common.local_addresses(settings.interface)
     common.listen(address, 0).close()
     failpoints.load()  # report a bad plan here, not in each process
     common.warn_of_danger_above(directory.path, info)

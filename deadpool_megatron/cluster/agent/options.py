@@ -32,7 +32,8 @@ class AgentOptions:
     the time for the roles to move to a spare when the agent is ordered to end; 0 to end at once.
     ``siblings`` are the nodes that the same command starts on this host: their agents may not have
     started yet. ``gpus`` of the node are read before the agent starts, so that the loss of a GPU
-    later gives no member another GPU.
+    later gives no member another GPU. ``more_hosts``: addresses that the vault uses besides
+    ``host``.
     """
 
     node: int
@@ -52,6 +53,7 @@ class AgentOptions:
     leave_seconds: float = 0.0
     siblings: frozenset[int] = frozenset()
     gpus: tuple[str, ...] = ()
+    more_hosts: tuple[str, ...] = ()
 
     @property
     def segments(self) -> Path:

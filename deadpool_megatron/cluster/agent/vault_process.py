@@ -73,9 +73,8 @@ class VaultSupervisor:
         self._report = report
         self._listing_changed = listing_changed
         self._log_path = logs.log(f"node{options.node}-vault")
-        self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._tcp.bind((options.host, 0))
-        self._tcp.listen(_BACKLOG)
+        hosts = (options.host, *options.more_hosts)
+        self._tcp = [socket.create_server((host, 0), backlog=_BACKLOG) for host in hosts]
         self._listen()
         self._name = HeldName(self._segments / VAULT_SOCKET, self._listen)
         self._memory_bytes = usable_bytes(self._segments, self._settings.memory_bytes)
@@ -96,7 +95,7 @@ class VaultSupervisor:
         the same after a restart, and the bytes for generations that the node had at its start.
         """
         return {
-            "vault_port": int(self._tcp.getsockname()[1]),
+            "vault_port": int(self._tcp[0].getsockname()[1]),
             "memory_bytes": self._memory_bytes,
         }
 
@@ -122,15 +121,15 @@ class VaultSupervisor:
     async def _start(self) -> ChildWatch:
         # A former vault may have created the name again, with a socket that died with that vault.
         self._name.look()
-        unix, tcp = self._unix.fileno(), self._tcp.fileno()
+        unix, tcp = self._unix.fileno(), [each.fileno() for each in self._tcp]
         places = ["--run-dir", str(self._options.run.path), "--segment-dir", str(self._segments)]
-        sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
+        sockets = ["--unix-fd", str(unix), "--tcp-fd", *map(str, tcp)]
         return start_child(
             ["-m", "deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
             self._ended,
             log=self._log_path,
             environment={ENVIRONMENT_NAME: self._settings.to_json()},
-            sockets=(unix, tcp),
+            sockets=(unix, *tcp),
         )
 
     async def supervise(self) -> None:
@@ -254,7 +253,8 @@ class VaultSupervisor:
                     print(f"node {self._node}: {error}", file=sys.stderr, flush=True)
         if self._control is not None:
             await self._control.close()
-        self._tcp.close()
+        for listener in self._tcp:
+            listener.close()
         self._unix.close()
 
     async def _set_up(self) -> None:

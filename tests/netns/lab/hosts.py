@@ -11,6 +11,7 @@ session removes its names under /run/netns, which contain the number of their pr
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -202,10 +203,14 @@ class Host:
 
 
 class Hosts:
-    """Hosts ``host0``, ``host1``, ... on one switch. A context manager; its end leaves nothing."""
+    """Hosts ``host0``, ``host1``, ... on one switch. A context manager; its end leaves nothing.
 
-    def __init__(self, count: int, directory: Path) -> None:
+    ``cables`` of a host, each in a subnet of its own; the port of its ``eth2`` is ``host0-2``.
+    """
+
+    def __init__(self, count: int, directory: Path, cables: int = 1) -> None:
         remove_stale()
+        self._more = range(1, cables)
         own = f"{_PREFIX}-{os.getpid()}-{posix.start_time(os.getpid())}-{time.monotonic_ns()}"
         self._names = directory / "hosts"
         self._switch_namespace = f"{own}-switch"
@@ -244,7 +249,7 @@ class Hosts:
             host.boot(self._names)
         self.switch.start()
         self.switch.plug(
-            (host.name, host.namespace, f"02:00:00:00:00:{index + 1:02x}")
+            (host.name, host.namespace, "eth0", f"02:00:00:00:00:{index + 1:02x}")
             for index, host in enumerate(self._hosts)
         )
         for host in self._hosts:
@@ -252,6 +257,11 @@ class Hosts:
                 host.namespace,
                 ["link set lo up", f"address add {host.address}/24 dev eth0", "link set eth0 up"],
             )
+        for cable, (index, host) in itertools.product(self._more, enumerate(self._hosts)):
+            hardware = f"02:00:00:00:{cable:02x}:{index + 1:02x}"
+            self.switch.plug([(f"{host.name}-{cable}", host.namespace, f"eth{cable}", hardware)])
+            address = f"10.77.{cable}.{index + 1}/24 dev eth{cable}"
+            ip_batch(host.namespace, [f"address add {address}", f"link set eth{cable} up"])
         for host in self._hosts:
             host.wait_up()
 

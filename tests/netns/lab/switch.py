@@ -26,11 +26,11 @@ class Switch:
         """Make the bridge; the namespace is there."""
         self._ip("link add br0 type bridge", "link set br0 up")
 
-    def plug(self, cables: Iterable[tuple[str, str, str]]) -> None:
-        """Lay cables: (port, namespace of the host, hardware address there); the end is eth0."""
+    def plug(self, cables: Iterable[tuple[str, str, str, str]]) -> None:
+        """Lay cables: (port, namespace of the host, device and hardware address there)."""
         lines = []
-        for port, namespace, hardware in cables:
-            end = f"peer name eth0 address {hardware} netns {namespace}"
+        for port, namespace, device, hardware in cables:
+            end = f"peer name {device} address {hardware} netns {namespace}"
             lines += [f"link add {port} type veth {end}", f"link set {port} master br0 up"]
         self._ip(*lines)
 

@@ -100,8 +100,7 @@ class Vaults:
         for server in self.servers:
             server.stop()
         for state in self.states.values():
-            assert state.gate.transport is not None
-            state.gate.transport.close()
+            state.gate.lanes.lanes[0].transport.close()
 
 
 def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:

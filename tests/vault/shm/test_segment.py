@@ -157,7 +157,7 @@ def test_a_copy_whose_description_is_damaged_goes_and_nothing_else(tmp_path):
     events: list[Event] = []
     network = FakeNetwork().transport("here", 1, 1.0)
     with socket.socket(socket.AF_UNIX) as local:
-        vault = Vault(0, tmp_path, Settings(), network, local)
+        vault = Vault(0, tmp_path, Settings(), local, network)
         vault.store.reports.send = events.append
         vault.start()
         assert [path.name for path in tmp_path.iterdir()] == [copy_name(4)]
