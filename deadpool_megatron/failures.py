@@ -49,7 +49,7 @@ class FailureKind(StrEnum):
     NODE_LOST = "node-lost"  # the connection of its agent ended
     NODE_CUT = "node-cut"  # its agent is connected, but nothing arrives in either direction
     NODE_FROZEN = "node-frozen"  # its kernel receives, but its agent does not run
-    EXCLUDED = "left-out"  # its host is not fit for the run
+    EXCLUDED = "excluded"  # its host is not fit for the run
     MEMBER_FROZEN = "member-frozen"  # a process shows no sign of life
     HANG = "hang"  # all processes live, but no role makes progress
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or another checked number, is NaN or infinite
@@ -59,7 +59,7 @@ class FailureKind(StrEnum):
     CORRUPT_STATE = "corrupt-state"  # a state could not be restored, or differed between peers
     BUG = "bug"  # a failure that was repeated at the same step, so a fault of the program
     # A planned change: a node leaves, copies move, the protection changes, or the run ends.
-    DRAINED = "drained"
+    PLANNED = "planned"
     COORDINATOR = "coordinator"  # the coordinator was replaced
     RESTART = "restart"  # all processes had ended, and were started again
 

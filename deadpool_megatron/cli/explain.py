@@ -14,6 +14,8 @@ import argparse
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.failures import MEANINGS
 
+# Codes of 0.6, to be removed in the version after 0.7.
+_RENAMED = {"drained": "planned", "left-out": "excluded"}
 _HEAD = """\
 # Codes of failures
 
@@ -36,9 +38,14 @@ def run(args: argparse.Namespace) -> int:
             for code, row in MEANINGS.items()
         ]
         print("\n".join([_HEAD, *rows]))
-    elif (meaning := MEANINGS.get(args.code.lower())) is None:
+        return 0
+    code = args.code.lower()
+    if code in _RENAMED:
+        print(f"since 0.7 {code} is {_RENAMED[code]}")
+        code = _RENAMED[code]
+    if code not in MEANINGS:
         raise CommandError(f"no code {args.code!r}; there are: {', '.join(MEANINGS)}")
-    else:
-        print(f"{args.code}: {meaning.called}")
-        print(f"  evidence    {meaning.noticed}\n  what to do  {meaning.to_do or 'nothing'}")
+    meaning = MEANINGS[code]
+    print(f"{code}: {meaning.called}")
+    print(f"  evidence    {meaning.noticed}\n  what to do  {meaning.to_do or 'nothing'}")
     return 0

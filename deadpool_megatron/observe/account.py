@@ -51,7 +51,7 @@ _USES: Mapping[str, Use] = {
 # for other reasons INTERRUPTED.
 _BEFORE_CLOSE: Mapping[str, Use] = {
     FailureKind.HANG: Use.STANDING_STILL,
-    FailureKind.DRAINED: Use.TRAINING,  # a planned close waits for the end of a step
+    FailureKind.PLANNED: Use.TRAINING,  # a planned close waits for the end of a step
     FailureKind.RESTART: Use.START,
 }
 

@@ -32,7 +32,7 @@ _COMMAND_SECONDS = 60.0
 # The variables of the command, which has the JSON on its standard input.
 KIND_VARIABLE, TEXT_VARIABLE = "DEADPOOL_EVENT_KIND", "DEADPOOL_EVENT_TEXT"
 # No notices for planned changes, and for a new coordinator.
-_QUIET_KINDS = (FailureKind.DRAINED, FailureKind.COORDINATOR)
+_QUIET_KINDS = (FailureKind.PLANNED, FailureKind.COORDINATOR)
 
 
 class Outlet:

@@ -122,7 +122,7 @@ class Interruption:
     @property
     def planned(self) -> bool:
         """Return whether the interruption is a planned change or a restart, and no failure."""
-        return self.kind in (FailureKind.DRAINED, FailureKind.RESTART)
+        return self.kind in (FailureKind.PLANNED, FailureKind.RESTART)
 
     @property
     def number(self) -> int:

@@ -212,7 +212,7 @@ def _state(story: Story, status: Mapping[str, Any] | None) -> State:
         return State.WAITING if phase == State.WAITING else State.TAKEOVER
     if not failing:
         return State.RUNNING
-    return State.PLANNED if failing["kind"] == FailureKind.DRAINED else State.RECOVERING
+    return State.PLANNED if failing["kind"] == FailureKind.PLANNED else State.RECOVERING
 
 
 def _facts(run_view: View) -> dict[str, Any]:

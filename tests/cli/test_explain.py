@@ -18,3 +18,8 @@ def test_each_code_is_explained(code, carry_out):
     status, text, _ = carry_out("explain", code)
     assert (status, text.split(":")[0]) == (0, code)
     assert MEANINGS[code].noticed in text
+
+
+def test_code_of_the_version_before_names_its_successor(carry_out):
+    _, text, _ = carry_out("explain", "planned")
+    assert carry_out("explain", "drained") == (0, f"since 0.7 drained is planned\n{text}", "")

@@ -128,7 +128,7 @@ def test_numbers_do_not_make_another_cause():
 
 
 def test_every_kind_has_a_meaning():
-    planned = {failures.FailureKind.DRAINED, failures.FailureKind.RESTART}
+    planned = {failures.FailureKind.PLANNED, failures.FailureKind.RESTART}
     assert set(failures.MEANINGS) == set(failures.FailureKind)
     assert {kind for kind, meaning in failures.MEANINGS.items() if not meaning.to_do} == planned
     assert max(map(failures.precedence, failures.FailureKind)) < failures.precedence(

@@ -66,7 +66,7 @@ def test_training_node_is_checked_after_a_device_error_and_each_minute(error, tm
         assert quarantined.data["cause"].endswith("its health command says: row remapping failed")
         run.wait_event(Kind.RECOVERED, 2 if error else 1)
         final = run.finish()
-    assert kinds_of(final) == ["device-error", "drained"][not error :]
+    assert kinds_of(final) == ["device-error", "planned"][not error :]
     assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
     assert final["recoveries"][-1]["steps_recomputed"] == 0
     # The next run leaves the host out, and the site was notified once.

@@ -112,7 +112,7 @@ def test_node_ordered_to_end_moves_its_roles_first(tmp_path):
         run.wait_more(3)
         final = run.finish()
     recovery = final["recoveries"][0]
-    assert recovery["kind"] == "drained"
+    assert recovery["kind"] == "planned"
     assert recovery["seats_changed"][str(node)][1][0] == 2
     assert sum(each["steps_recomputed"] for each in final["recoveries"]) == 0
 

@@ -104,7 +104,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path, communi
     assert (first.node, first.data["over"]) == (2, False)
     assert first.data["factor"] > SLOW_FACTOR
     (recovery,) = outcome.final["recoveries"]
-    assert recovery["kind"] == "drained"
+    assert recovery["kind"] == "planned"
     assert recovery["seats_changed"]["2"][1][0] == 4
     assert recovery["steps_recomputed"] == 0
     assert "is slow" in outcome.output

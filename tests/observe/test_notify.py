@@ -23,7 +23,7 @@ RECOVERED = Event(
     data={"kind": "node-lost", "cause": "node 3: gone", "seconds": 1.25, "steps_recomputed": 1},
 )
 ENDED = Event(Kind.RUN_ENDED, 2, data={"exit_status": 75, "reason": "no spare\x1b]0;x", "kind": ""})
-PLANNED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "drained", "cause": "drain of node 1"})
+PLANNED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "planned", "cause": "drain of node 1"})
 
 
 class Server(http.server.ThreadingHTTPServer):

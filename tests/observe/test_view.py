@@ -75,8 +75,8 @@ class Synthetic:
         self.set(phase="closing", failing=facts)
 
     def drain(self) -> None:
-        self.add(Kind.EPOCH_CLOSED, kind="drained", cause="node 1 is drained")
-        self.set(phase="deciding", failing={"kind": "drained", "cause": "node 1 is drained"})
+        self.add(Kind.EPOCH_CLOSED, kind="planned", cause="node 1 is drained")
+        self.set(phase="deciding", failing={"kind": "planned", "cause": "node 1 is drained"})
 
     def wait(self) -> None:
         self.add(Kind.WAITING_FOR_SPARE, text="roles [1] wait for a spare", limit_seconds=300.0)

@@ -251,7 +251,7 @@ class World(Agents):
         self._check_restore(record)
         self.waits_since = None
         recovery, fleet = self.state.recoveries.current, self.state.fleet
-        if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
+        if recovery is not None and recovery.kind == "planned" and len(recovery.causes) == 1:
             before = {seat.node for seat in self.record.seats.values()}
             moved_to = {seat.node for seat in record.seats.values()} - before
             assert not moved_to & (fleet.distrusted | fleet.quarantined), "a plan, no failure"

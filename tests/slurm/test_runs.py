@@ -47,7 +47,7 @@ def test_node_that_slurm_drains_gives_its_roles_away(cluster, jobs):
         follow.kill()
         follow.wait()
     (recovery,) = final["recoveries"]
-    assert (recovery["kind"], recovery["steps_recomputed"]) == ("drained", 0)
+    assert (recovery["kind"], recovery["steps_recomputed"]) == ("planned", 0)
     assert recovery["seats_changed"]["1"][0][0] == 1
     job.wait_end("COMPLETED")
 

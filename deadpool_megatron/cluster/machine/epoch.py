@@ -482,7 +482,7 @@ def check_done(core: Core) -> None:
             reason = f"ended early at {early}" if early else "training is complete"
             if unsaved:
                 reason += f", its checkpoint was not written: {unsaved}"
-                save_and_end(core, FinalStatus(ExitStatus.SAVED, reason), FailureKind.DRAINED)
+                save_and_end(core, FinalStatus(ExitStatus.SAVED, reason), FailureKind.PLANNED)
             elif early:
                 shutdown.finish(core, FinalStatus(ExitStatus.SAVED, reason), is_early=True)
             else:

@@ -133,7 +133,7 @@ def dump_requested(core: Core, event: inputs.DumpRequested) -> None:
     if state.final is None:
         is_running = _is_running(state)
         if not is_running and not isinstance(state.phase_state, Pausing):
-            epoch.save_and_end(core, final, FailureKind.DRAINED)
+            epoch.save_and_end(core, final, FailureKind.PLANNED)
             return
         if is_running:
             _pause_next(core, event.reason)
@@ -208,4 +208,4 @@ def check_paused(core: Core, *, overdue: bool = False) -> None:
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         core.state.fleet.draining, core.state.grows = order.draining, order.grows
-        epoch.close(core, Failure(order.cause, FailureKind.DRAINED))
+        epoch.close(core, Failure(order.cause, FailureKind.PLANNED))
