@@ -68,7 +68,8 @@ TOPICS = {
 COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
 # Launchers: programs that start other programs, as the first word of a command or after -m.
 _LAUNCHER = re.compile(
-    r"torchrun|srun|mpirun|accelerate|python[\d.]*|(torch\.distributed|accelerate\.commands)\.\w+"
+    r"torchrun|ft_launcher|srun|mpirun|mpiexec|accelerate|python[\d.]*"
+    r"|(torch\.distributed|accelerate\.commands)\.\w+"
 )
 # Sub-commands whose files are private to the run's user, unless UMASK_VARIABLE changes the mask.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}

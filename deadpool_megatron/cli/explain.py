@@ -1,5 +1,5 @@
 """Explains the code of a failure in lines, reports and notices: its evidence, and your response.
-Without a code it prints all of them, the text of docs/codes.md.
+Without a code it prints a table of all of them.
 
 examples:
   deadpool explain node-lost
@@ -16,13 +16,7 @@ from deadpool_megatron.failures import MEANINGS
 
 # Codes of 0.6, to be removed in the version after 0.7.
 _RENAMED = {"drained": "planned", "left-out": "excluded"}
-_HEAD = """\
-# Codes of failures
-
-The output of `deadpool explain`. [failures.md](failures.md) describes how a run handles each kind.
-
-| code | meaning | evidence | what to do |
-| --- | --- | --- | --- |"""
+_HEAD = "| code | meaning | evidence | what to do |\n| --- | --- | --- | --- |"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

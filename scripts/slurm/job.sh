@@ -1,13 +1,14 @@
 # shellcheck shell=bash
-# Common functions of the batch scripts in this directory, which set these variables and source it:
+# Common functions of the batch scripts in this directory, which set these variables, source it and call
+# train with the command and its arguments:
 #
 #   SPARES                       number of nodes of the allocation that wait; the others train
 #   SMALLER                      other numbers of nodes that can train, the largest first; exported, as
 #                                SPARES is. The job after a loss of nodes starts with the remaining
 #                                nodes: the largest possible number trains, the others are spares
 #   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
-#   TRAINING                     array: the command after the "--" of `deadpool agent`
 #   SETTINGS                     array: --deadpool-* settings, may be empty
+#   PLAN, COMMUNICATOR           for train(): a file of `deadpool plan`; nccl unless gloo is given
 #   SRUN_OPTIONS                 array: further options of srun (container, binding), may be empty
 #   CHECKOUT                     this repository
 #   BAD_NODE_HOURS               hours for which the next job excludes a quarantined node (72)
@@ -33,19 +34,14 @@ is_ours() { [ -O "$1" ] && [ ! -L "$1" ]; }
 # The value of an option in the batch script's own #SBATCH line.
 option() { sed -n "s/^#SBATCH --$1//p" "$0"; }
 
-# pretrain MODEL: trains with the arguments and the plan of that name in configs/. Facts, links and
-# clocks of all nodes are checked first: bad nodes get no role, slow ones wait as spares. Without a
-# spare left, fewer model replicas continue; with too few nodes for that, the run saves its state and
-# ends the job.
-pretrain() {
-    # Megatron-LM requires it for tensor parallelism on GPUs before Blackwell. The nodes inherit it.
-    export CUDA_DEVICE_MAX_CONNECTIONS=1
-    RUNS=${RUNS:-$SLURM_SUBMIT_DIR/runs/pretrain-$1}
-    SETTINGS=(--deadpool-communicator nccl --deadpool-spare-timeout 900
-        --plan "$CHECKOUT/configs/$1.yaml" --deadpool-persist-directory "$RUNS/exports")
-    # shellcheck disable=SC2206 # a flag per line, and no blanks in values
-    TRAINING=("$MEGATRON/pretrain_gpt.py" $(<"$CHECKOUT/configs/megatron-lm/gpt-$1.args") --data-path
-        "$DATA" --tokenizer-model "$TOKENIZER" --save "$RUNS/checkpoints" --load "$RUNS/checkpoints")
+# train COMMAND ARGS: trains with the arguments of the batch script. Facts and clocks of all nodes are
+# checked first: unfit nodes get no role. Without a spare left, fewer model replicas continue; with too
+# few nodes for that, the run saves its state and ends the job.
+train() {
+    RUNS=${RUNS:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME}
+    SETTINGS=(--deadpool-communicator "${COMMUNICATOR:-nccl}" --deadpool-spare-timeout 900
+        ${PLAN:+--plan "$PLAN"} --deadpool-persist-directory "$RUNS/exports" "${SETTINGS[@]}")
+    TRAINING=("${@:?give the command that trains after the name of the batch script}")
     run_training
 }
 

@@ -1,16 +1,33 @@
-"""``deadpool explain``: each code, and the page that is made of the same table."""
+"""``deadpool explain``: each code, and the page that has the same table and quotes messages."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron import cli
 from deadpool_megatron.failures import MEANINGS
+from tests.common.pages import DOCS, site_reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
+PAGE = (DOCS / "troubleshooting.md").read_text()
 
 
-def test_the_page_of_codes_is_made_from_the_table(carry_out):
-    assert carry_out("explain") == (0, PAGE.read_text(), ""), "deadpool explain > docs/codes.md"
+def test_the_table_of_the_page_is_the_output(carry_out):
+    assert carry_out("explain") == (0, site_reference().codes(), "")
+    shown = site_reference().on_page_markdown(PAGE)
+    assert all(f"\n| `{code}` |" in shown for code in MEANINGS)
+
+
+def test_symptoms_are_messages_of_the_program():
+    package = Path(cli.__file__).parents[1]
+    files = [*package.rglob("*.py"), *package.rglob("*.toml")]
+    sources = re.sub(r'"\s*f?"', "", "".join(file.read_text() for file in files))
+    symptoms = re.findall(r"^\| ([^|]+) \|", PAGE.partition("## Codes")[0], re.MULTILINE)
+    quoted = [message for cell in symptoms for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 10
+    for message in quoted:
+        parts = re.split(r"\.\.\.|\b[NM]\b|RUN|\d of \d|, ", message)
+        assert all(part.strip() in sources for part in parts), message
 
 
 @pytest.mark.parametrize("code", MEANINGS)

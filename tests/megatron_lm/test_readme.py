@@ -45,8 +45,8 @@ def make_smaller(configuration: Path) -> None:
 
 
 def the_block() -> list[str]:
-    """The commands of README's section, one a line."""
-    section = README.partition("## Use it with Megatron-LM")[2]
+    """The commands of README for this machine, one a line."""
+    section = README.partition("**Your command on this machine.**")[2]
     found = re.search(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1].replace("\\\n", "").splitlines()

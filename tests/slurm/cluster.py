@@ -215,11 +215,11 @@ class Cluster:
         console = self.directory / "begun.console"
         return self._hosts[0].start(command, console, self.environment())
 
-    def submit(self, script: Path | str, *options: str, **variables: str) -> int:
-        """``sbatch``; answers the job's number. Output goes to ``<directory>/job-<number>.out``."""
+    def submit(self, *words: str, **variables: str) -> int:
+        """``sbatch`` with these words; answers the job's number, whose output is in
+        ``<directory>/job-<number>.out``."""
         where = f"--output={self.directory}/job-%j.out"
-        command = ("sbatch", "--parsable", where, *options, str(script))
-        return int(self.control(*command, **variables))
+        return int(self.control("sbatch", "--parsable", where, *words, **variables))
 
     def output(self, job: int) -> str:
         """Return the output of a job's batch script."""

@@ -1,6 +1,5 @@
 """Jobs of the batch scripts in scripts/slurm on a test cluster, and the results of their runs."""
 
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,6 @@ class Jobs:
             "NODES": str(self.nodes),
             "SPARES": str(self.spares),
             "SETTINGS_TEXT": " ".join(self.settings),
-            "TRAINING_TEXT": " ".join(map(shlex.quote, self.training)),
             "DEADPOOL_BATCH_HOST_SECONDS": "2",
             **self.variables,
         }
@@ -144,16 +142,17 @@ class Jobs:
     def submit(self, *options: str, script: str = "small_test.sbatch") -> Job:
         """Submit a script of the repository, on as many nodes as the run has."""
         size = f"--nodes={self.nodes + self.spares}"
-        number = self.cluster.submit(SCRIPTS / script, size, *options, **self.environment())
+        command = (str(SCRIPTS / script), *self.training)
+        number = self.cluster.submit(*options, size, *command, **self.environment())
         return self.job(number)
 
     def chain(self, count: int, *options: str) -> list[Job]:
         """Submit a chain of jobs, each of which waits for its predecessor."""
         size = f"--nodes={self.nodes + self.spares}"
-        script = str(SCRIPTS / "small_test.sbatch")
-        command = (str(SCRIPTS / "chain.sh"), str(count), script, size, *options)
+        command = (str(SCRIPTS / "small_test.sbatch"), *self.training)
         output = f"--output={self.cluster.directory}/job-%j.out"
-        numbers = self.cluster.control(*command, output, **self.environment())
+        chain = (str(SCRIPTS / "chain.sh"), str(count), size, *options, output, *command)
+        numbers = self.cluster.control(*chain, **self.environment())
         return [self.job(int(number)) for number in numbers.split()]
 
     def job(self, number: int) -> Job:

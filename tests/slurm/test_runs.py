@@ -1,6 +1,9 @@
 """The batch scripts under a real Slurm: real jobs, real losses of nodes."""
 
 import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +17,8 @@ from tests.faults.harness.layouts import DISTRIBUTED
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
 from tests.slurm.jobs import SCRIPTS
+
+ROOT = SCRIPTS.parents[1]
 
 pytestmark = pytest.mark.slurm
 # Members with torch take longer to start.
@@ -31,6 +36,46 @@ def test_nodes_take_id_and_domain_from_slurm(cluster, jobs):
     hosts = cluster.nodes_of(job.number)
     assert [nodes[n].host for n in range(5)] == [cluster.host(host).address for host in hosts]
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
+
+
+def printed(page: str) -> Iterator[str]:
+    """Yield the blocks of shell of a page's section "Your command"."""
+    section = (ROOT / "docs" / page).read_text().partition("## Your command")[2]
+    yield from re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+def test_own_command_survives_a_lost_node_as_printed(cluster, jobs, tmp_path):
+    """The job of docs/slurm.md, with the counting member and a folder for /shared."""
+    _, after, *_ = printed("slurm.md")
+    for old, new in (
+        ("--nodes=17", "--nodes=5"),
+        ("--gpus-per-node=8 ", ""),
+        ("/shared/runs", str(jobs.directory)),
+        ("--nproc-per-node 8", f"--nproc-per-node 1 {shlex.join(jobs.settings)}"),
+        ("pretrain_gpt.py", jobs.training[0]),
+    ):
+        assert old in after
+        after = after.replace(old, new)
+    script = tmp_path / "own.sbatch"
+    arguments = f"ARGS=({shlex.join(jobs.training[1:])})"
+    script.write_text("#!/bin/bash\n" + after.replace("srun", f"{arguments}\nsrun", 1))
+    jobs.directory.mkdir()
+    job = jobs.job(cluster.submit(str(script), **jobs.environment()))
+    job.wait_iteration(3)
+    cluster.lose(job.host(1))
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    job.finish()
+
+
+def test_own_command_and_its_arguments_follow_the_batch_script(cluster, jobs):
+    *_, submit = printed("slurm.md")
+    assert submit.splitlines()[0].startswith("sbatch --nodes=17 scripts/slurm/train.sbatch ")
+    variables = {"COMMUNICATOR": "gloo", "GPUS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": ""}
+    job = dataclasses.replace(jobs, variables=variables).submit(script="train.sbatch")
+    job.wait_iteration(3)
+    cluster.lose(job.host(1))
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    job.finish()
 
 
 def test_node_that_slurm_drains_gives_its_roles_away(cluster, jobs):
@@ -100,9 +145,8 @@ def test_cut_node_ends_its_members_although_slurm_does_not_know(cluster, jobs):
 def test_spare_of_a_second_job_takes_over(cluster, jobs):
     job = dataclasses.replace(jobs, nodes=3, spares=0).submit()
     job.wait_iteration(3)
-    pool = cluster.submit(
-        SCRIPTS / "spare_pool.sbatch", "--array=1-1", RUN=str(job.run.path), **jobs.environment()
-    )
+    run = {"RUN": str(job.run.path), **jobs.environment()}
+    pool = cluster.submit("--array=1-1", str(SCRIPTS / "spare_pool.sbatch"), **run)
     job.wait_for("a warm spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
     cluster.lose(job.host(1))
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
@@ -123,7 +167,7 @@ def test_small_run_grows_with_a_node_of_a_second_job(cluster, jobs, tmp_path):
     cluster.lose(job.host(1))
     job.wait_for("two replicas", lambda: job.events(Kind.SIZE))
     pool = {"RUN": str(job.run.path), **wanted.environment()}
-    cluster.submit(SCRIPTS / "spare_pool.sbatch", "--array=1-1", **pool)
+    cluster.submit("--array=1-1", str(SCRIPTS / "spare_pool.sbatch"), **pool)
     job.wait_for("three replicas", lambda: len(job.events(Kind.SIZE)) > 1)
     (tmp_path / "run.grown").touch()
     final = job.wait_over()
@@ -134,9 +178,8 @@ def test_small_run_grows_with_a_node_of_a_second_job(cluster, jobs, tmp_path):
 
 def test_array_of_nodes_replaces_a_lost_node(cluster, jobs):
     wanted = dataclasses.replace(jobs, nodes=2)
-    number = cluster.submit(
-        SCRIPTS / "array_of_nodes.sbatch", "--array=0-2", **wanted.environment()
-    )
+    command = (str(SCRIPTS / "array_of_nodes.sbatch"), *wanted.training)
+    number = cluster.submit("--array=0-2", *command, **wanted.environment())
     job = dataclasses.replace(wanted.job(number), roles=2)
     job.wait_iteration(3)
     element = cluster.job_of_element(number, 1)

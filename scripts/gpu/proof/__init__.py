@@ -1,1 +1,1 @@
-"""The proof kit: checks of the GPU path on one machine; see docs/gpu.md."""
+"""The proof kit: checks of the GPU path on one machine; see docs/proof-kit.md."""

@@ -123,6 +123,24 @@ def test_refusals(override, line, carry_out):
     assert json.loads(text) == {"ok": False, "error": errors.removeprefix("deadpool plan: ")[:-1]}
 
 
+def test_readme_has_the_computed_cost_of_each_plan(carry_out):
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(configs/\S+)` \|(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) == 3
+    for file, row in rows:
+        _, text, _ = carry_out("plan", file, "--json")
+        found = json.loads(text)
+        cluster, nodes, timing = found["plan"]["cluster"], found["nodes"], found["timing"]
+        spares = f"{cluster['spares']} spare{'s' if cluster['spares'] > 1 else ''}"
+        memory, sent = (
+            f"{nodes[name]['largest'] / 1e9:.1f} GB"
+            for name in ("memory_bytes", "out_bytes_per_step")
+        )
+        seconds = f"{timing['commit_seconds']:.1f} of {timing['window_seconds']:.1f} s"
+        cells = [f"{cluster['nodes']} and {spares}", memory, sent, seconds]
+        assert [cell.strip() for cell in row.split("|")] == cells, file
+
+
 def test_plan_prints_the_example_of_the_page(carry_out):
     blocks = re.findall(
         r"^```\n\$ deadpool plan (.*)\n((?:.*\n)*?)```$",

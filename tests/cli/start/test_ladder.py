@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,9 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.journal.terms import HeartbeatTiming
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError, flag_name, has_flag
+from tests.common.pages import site_reference
 
-PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
-_ROW = re.compile(r"^\| `([a-z-]+)` \| ([\d.]+)(?:; with NCCL ([\d.]+))? \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `(?:--deadpool-)?([a-z-]+)` \| ([^|]+) \| ([^|]*) \|.* \|$", re.MULTILINE)
 
 
 def settings(*given: str, nccl: bool) -> Settings:
@@ -23,21 +22,14 @@ def settings(*given: str, nccl: bool) -> Settings:
 
 
 def test_ladder_holds_for_each_device_with_the_numbers_of_the_page():
-    table = PAGE.read_text().split("### The ladder of time limits")[1]
-    rows = {name: (cpu, nccl or cpu) for name, cpu, nccl in _ROW.findall(table)}
-    assert {"close", "rebuild", "hang"} <= rows.keys()
+    page = site_reference().settings_page().partition("## Order")[0]
+    rows = {name.replace("-", "_"): (cpu, nccl or cpu) for name, cpu, nccl in _ROW.findall(page)}
+    assert rows.keys() == FIELDS.keys()
+    assert "|  |\n" not in page.replace("|  |  |", ""), "each has a meaning"
     for at, nccl in enumerate((False, True)):
         found = settings(nccl=nccl)
-        for name, values in rows.items():
-            field = name.replace("-", "_") + "_seconds"
-            assert getattr(found, field) == float(values[at]), name
-
-
-def test_every_setting_stands_on_the_page():
-    page = PAGE.read_text().split("\n## Settings\n")[1]
-    named = {name.removesuffix("-seconds") for name in re.findall(r"`([a-z-]+)`", page)}
-    fields = {name.replace("_", "-").removesuffix("-seconds") for name in FIELDS}
-    assert fields - {"domains-file"} <= named
+        for name in LIMITS:
+            assert getattr(found, name) == float(rows[name][at]), name
     assert sum(map(has_flag, FIELDS)) <= 32
 
 
