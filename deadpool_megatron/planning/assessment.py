@@ -18,7 +18,7 @@ from deadpool_megatron.planning.sections import Plan, PlanError
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
 from deadpool_megatron.settings import LONGEST_CADENCE, SettingsError
 
-# Measured in this repository on two cores with gloo (docs/figures.md): the share by which copies on
+# Measured in this repository on two cores with gloo (README.md): the share by which copies on
 # other nodes lengthen a step, and the seconds that a lost node costs (median of the soak).
 OVERHEAD_SHARE = 0.09
 SWAP_SECONDS = 2.0

@@ -173,7 +173,7 @@ def _describe(name: str, assessment: Assessment, swap: str) -> list[str]:
         "",
         "One step",
         *_time_table(assessment),
-        f"  measured with gloo on CPUs (docs/figures.md): a step takes {OVERHEAD_SHARE:.0%} more, a"
+        f"  measured with gloo on CPUs (README.md): a step takes {OVERHEAD_SHARE:.0%} more, a"
         f" lost node {swap}",
         "",
         f"verdict: {assessment.verdict()}",
