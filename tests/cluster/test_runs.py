@@ -284,7 +284,7 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path):
     with Run(tmp_path / "r", "--misbehave", "raise") as run:
         final = run.wait_end(1)
     assert "RuntimeError: the user's command is broken" in final["reason"]
-    log = (run.run.path / "logs" / "node0-slot0-0.log").read_text()
+    log = (run.run.path / "logs" / "node0-rank0-0.log").read_text()
     assert "agent.py" not in log
     assert "runpy" not in log
 

@@ -113,7 +113,7 @@ class RunInfo:
 
 def member_log_name(node: int, local_rank: int, incarnation: int) -> str:
     """Return the name of a member's log."""
-    return f"node{node}-slot{local_rank}-{incarnation}"
+    return f"node{node}-rank{local_rank}-{incarnation}"
 
 
 class RunDirectory:
@@ -155,7 +155,7 @@ class RunDirectory:
         return self.path / "nodes" / f"{node}.json"
 
     def log(self, name: str) -> Path:
-        """Return the path of a log: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
+        """Return the path of a log: ``node0-agent``, ``node0-rank1-2``, ``node0-standby``, ..."""
         return self.logs / f"{name}.log"
 
     def segments(self, run_id: str, node: int) -> Path:

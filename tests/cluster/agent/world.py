@@ -298,7 +298,7 @@ class World:
         name = self.pids.get(pid, "this agent" if pid == os.getpid() else str(pid))
         self.note(f"signal {signal.Signals(number).name} to {name}")
         if number == posix.ASK_SIGNAL:
-            for log in self.options.logs.glob("node0-slot*.log"):
+            for log in self.options.logs.glob("node0-rank*.log"):
                 log.write_text(log.read_text() + _STACK)
 
     # Instead of files that are written by a thread.
@@ -370,7 +370,7 @@ class World:
                 self.cpu[self.processes[value[0]].pid] = (value[1], 1)
             case _ if what.endswith(" ends"):
                 name, (how, printed) = what.removesuffix(" ends"), value
-                file = name.replace("member ", "slot").replace(".", "-")
+                file = name.replace("member ", "rank").replace(".", "-")
                 with open(self.options.logs / f"node0-{file}.log", "a") as log:
                     log.write(printed)
                 ending = ProcessEnd(how) if isinstance(how, int) else ProcessEnd(signal=9)

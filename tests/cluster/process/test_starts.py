@@ -284,7 +284,7 @@ def test_member_without_log_directory_prints_to_its_server(tmp_path):
     own_end, child_end = pair()
     with own_end, child_end:
         environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
-        log = tmp_path / "cleaned" / "node0-slot0-1.log"
+        log = tmp_path / "cleaned" / "node0-rank0-1.log"
         spec = MemberSpec(MemberPlace(0, 0, 1), ("-m", "this"), environment, log, tmp_path)
         fork_server.send_message(own_end, {"member": spec.to_dict()}, child_end.fileno())
         ended = subprocess.run(
@@ -295,7 +295,7 @@ def test_member_without_log_directory_prints_to_its_server(tmp_path):
             timeout=60,
         )
     assert ended.returncode == 0, ended.stderr
-    assert "node0-slot0-1.log is here: [Errno 2]" in ended.stderr
+    assert "node0-rank0-1.log is here: [Errno 2]" in ended.stderr
     assert "The Zen of Python" in ended.stdout
 
 

@@ -130,7 +130,7 @@ def printed(outcome: jobs.Outcome) -> dict[str, set[str]]:
     A line that another process has printed again has to be the same line.
     """
     found = defaultdict(set)
-    for log in sorted((outcome.directory / "logs").glob("node*-slot*.log")):
+    for log in sorted((outcome.directory / "logs").glob("node*-rank*.log")):
         for line in _LINE.findall(log.read_text()):
             subject, _, facts = _TIMES.sub("", line).partition(" | ")
             found[subject].add(facts)
@@ -146,7 +146,7 @@ def _number(subject: str) -> int:
 
 def output_of_members(outcome: jobs.Outcome) -> str:
     """Return the output of all training processes."""
-    return "\n".join(p.read_text() for p in sorted(outcome.directory.glob("logs/node*-slot*.log")))
+    return "\n".join(p.read_text() for p in sorted(outcome.directory.glob("logs/node*-rank*.log")))
 
 
 def scalars(outcome: jobs.Outcome) -> dict[str, list[tuple[int, float]]]:
