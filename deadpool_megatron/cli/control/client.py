@@ -47,16 +47,26 @@ examples:
 
 The order is sent once; a takeover of the coordinator may lose it.
 """
-_PROTECT_DESCRIPTION = """\
-Training pauses after a protected iteration and continues in a new epoch with the new protection;
-nothing is computed again. Options that are not given keep their values. A change that cannot hold
-is refused with the reason; a group larger than the run has roles is reduced to that number.
-'deadpool status' shows the protection, and the cost of a failure (RPO).
-"""
-_PERSIST_DESCRIPTION = """\
+_DESCRIPTIONS: dict[str, str] = {
+    Verb.DRAIN: """\
+Moves the roles of a node to a spare at the end of an iteration, so that its host can be taken
+out of service. Nothing is computed again. Without a spare the request waits for one.
+""",
+    Verb.PROTECT: """\
+Changes scheme and cadence of a running job. Training pauses after a protected iteration and
+continues in a new epoch with the new protection; nothing is computed again. Options that are not
+given keep their values. A change that cannot hold is refused with the reason; a group larger than
+the run has roles is reduced to that number. 'deadpool status' shows the protection, and the cost of
+a failure (RPO).
+""",
+    Verb.PERSIST: """\
 Writes one of the next iterations as a torch_dist checkpoint that Megatron loads with --load.
 Training does not pause; --deadpool-persist-keep does not remove it.
-"""
+""",
+    Verb.STOP: """\
+Ends a run cleanly. Its state stays in memory, or is saved (--dump) or removed (--discard).
+""",
+}
 _PERSIST_EXAMPLES = """\
 examples:
   deadpool persist RUN                        into --deadpool-persist-directory, or RUN/exports
@@ -74,15 +84,17 @@ _ACCEPTED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command that the parser is named after."""
     common.add_run_directory(parser)
-    match parser.prog.split()[-1]:
+    command = parser.prog.split()[-1]
+    parser.description = _DESCRIPTIONS.get(command, _KILL_DESCRIPTION)
+    match command:
         case Verb.DRAIN:
-            parser.add_argument("--node", type=int, required=True, metavar="N")
+            text = "the node that gives its roles away"
+            parser.add_argument("--node", type=int, required=True, metavar="N", help=text)
         case Verb.PROTECT:
             _add_protect(parser)
         case Verb.STOP:
             _add_stop(parser)
         case Verb.PERSIST:
-            parser.description = _PERSIST_DESCRIPTION
             parser.epilog = f"{_PERSIST_EXAMPLES}\n{parser.epilog}"
             text = "a directory of all nodes"
             parser.add_argument("directory", type=Path, nargs="?", metavar="TO", help=text)
@@ -96,7 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protect(parser: argparse.ArgumentParser) -> None:
-    parser.description = _PROTECT_DESCRIPTION
     parser.add_argument("--scheme", choices=[kind.value for kind in SchemeKind])
     text = "parity: roles that share blocks"
     parser.add_argument("--group", type=common.number(int, 2), metavar="K", help=text)
@@ -116,7 +127,7 @@ def _add_stop(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kill(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = _KILL_DESCRIPTION, _KILL_EXAMPLES
+    parser.epilog = _KILL_EXAMPLES
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--node", type=int, metavar="N", help="all processes of a node")
     target.add_argument("--role", type=int, metavar="R", help="the process that plays a role")
