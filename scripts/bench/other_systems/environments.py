@@ -69,7 +69,8 @@ def check(directory: Path, peer: str) -> None:
     if not python.exists():
         raise BenchError(f"{package.requirement} is not installed: use --install")
     # As in a rank: the stand-ins for modules of GPU builds come first.
-    program = f"from deadpool_megatron.platform import preload; import {package.module}"
+    stand_ins = "from deadpool_megatron.megatron import stand_ins; stand_ins.install()"
+    program = f"{stand_ins}; import {package.module}"
     _run(peer, str(python), "-c", program)
 
 

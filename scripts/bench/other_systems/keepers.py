@@ -6,21 +6,19 @@ the planner writes them once); the live tensors are written from and read into d
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from deadpool_megatron.megatron import loop_extras
 from deadpool_megatron.megatron.optimizer import inner_optimizers
+from deadpool_megatron.state.extras import decode, encode
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
-from deadpool_megatron.trainer.megatron_api import parallel_state, tensor_parallel
+from deadpool_megatron.trainer.megatron_api import parallel_state
 
 # DCP writes this file last.
 _COMPLETE = ".metadata"
@@ -133,39 +131,15 @@ def state_of(loop: TrainingLoop) -> dict[str, Any]:
             state[f"{place}.master"] = parameter.detach()
             for name, tensor in inner.optimizer.state[parameter].items():
                 state[f"{place}.{name}"] = tensor
-    state[f"rank{rank}.random.torch"] = torch.get_rng_state()
-    for name, tensor in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        state[f"rank{rank}.random.{name}"] = tensor.clone()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    own = {
-        "counters": loop.counters,
-        "log_sums": loop.log_sums,
-        "scheduler": loop.scheduler.state_dict(),
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-    }
-    # As text, so that nothing takes it apart.
-    state[f"rank{rank}.own"] = json.dumps(own)
+    # As bytes, so that nothing takes it apart.
+    state[f"rank{rank}.extras"] = bytes(encode(loop_extras.capture(loop)))
     return state
 
 
 def put_back(loop: TrainingLoop, state: dict[str, Any]) -> None:
     """Set ``loop`` to the state that was read; its tensors have it already."""
-    prefix = f"rank{dist.get_rank()}."
-    own = json.loads(state[f"{prefix}own"])
-    loop.counters.update(own["counters"])
-    loop.log_sums.update(own["log_sums"])
-    # The schedule adds the loaded number of steps to its own.
-    loop.scheduler.num_steps = 0
-    loop.scheduler.load_state_dict(own["scheduler"])
+    values = decode(state[f"rank{dist.get_rank()}.extras"])
+    loop_extras.restore(loop, values)
     loop.reset_after_interrupt()
     # Last: building anything before might draw from a generator.
-    version, numbers, normal = own["python"]
-    random.setstate((version, tuple(numbers), normal))
-    kind, keys, *rest = own["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state[f"{prefix}random.torch"])
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    tensor_parallel.get_cuda_rng_tracker().set_states(
-        {name: state[f"{prefix}random.{name}"] for name in tracked}
-    )
+    loop_extras.restore_last(values)

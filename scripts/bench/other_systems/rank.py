@@ -30,7 +30,7 @@ from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config
 from deadpool_megatron.trainer.gpt_loop import TrainingLoop
 from other_systems.keepers import CheckpointKeeper, Keeper, ReshardingKeeper
 
-KEEPERS = ("none", "dcp", "dcp-async", "torch-dist", "lm-resiliency")
+KEEPERS = ("none", "dcp", "dcp-async", "torch-dist", "lm-resiliency", "nvrx-local")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainerConfig]:
@@ -53,6 +53,10 @@ def make_keeper(namespace: argparse.Namespace, loop: TrainingLoop) -> Keeper:
         from other_systems.lm_resiliency import ReplicaKeeper
 
         return ReplicaKeeper(loop, namespace.folder, namespace.every)
+    if namespace.keeper == "nvrx-local":
+        from other_systems.nvrx_local import LocalKeeper
+
+        return LocalKeeper(namespace.folder, namespace.every)
     kind = ReshardingKeeper if namespace.keeper == "torch-dist" else CheckpointKeeper
     return kind(namespace.folder, namespace.every, namespace.keeper == "dcp-async")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tomllib
 import uuid
@@ -45,7 +46,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SIDES: dict[str, Side] = {label: Side(**values) for label, values in _TABLE.items()}
 _OF_A_NODE = (
     *("torchrun-sync-1", "torchrun-sync-10", "nvrx-injob-10", "nvrx-inprocess-10"),
-    *("lm-resiliency-1", "deadpool-process"),
+    *("nvrx-local-1", "lm-resiliency-1", "deadpool-process"),
 )
 SIDES |= {
     f"{label.removesuffix('-process')}-node": replace(SIDES[label], node=True)
@@ -84,7 +85,10 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
         *training_arguments(name, iterations(steps)),
     ]
     command = [*_start(side, python, directory), *arguments]
-    return run_launched(command, strike(steps, victim), steps, directory)
+    try:
+        return run_launched(command, strike(steps, victim), steps, directory)
+    finally:
+        shutil.rmtree(Path("/dev/shm", directory.name), ignore_errors=True)  # see nvrx_local.py
 
 
 def run_launched(
