@@ -53,8 +53,8 @@ _PLACES = [str(ROOT / name) for name in ("scripts", "scripts/bench", "tests/muta
 sys.path[:0] = _PLACES
 
 import coverage_map  # noqa: E402
+import draw  # noqa: E402
 from common.termination import marked_processes, orderly_termination  # noqa: E402
-from mutating import draw  # noqa: E402
 
 SLIPS = ROOT / "tests" / "mutants"
 # Of generated slips, below the tree's root.

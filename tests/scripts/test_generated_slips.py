@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "mutants")]
 
 import coverage_map  # noqa: E402
+import draw  # noqa: E402
 import mutate  # noqa: E402
-from mutating import draw  # noqa: E402
-from mutating.operators import changes  # noqa: E402
+from operators import changes  # noqa: E402
 
 MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"
 SCORE = MAP.with_name("score.toml")

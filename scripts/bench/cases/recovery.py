@@ -11,6 +11,12 @@ on few cores. The kinds of failure take turns:
   coordinator       the same, of the training node that coordinates (the coordinator of the spare
                     was killed before, so that a node with roles had to take over)
   coordinator+node  the coordinator and a node without it die at the same random moment
+  fewer replicas    as node, without a spare: three replicas continue from memory at once
+  torchrun          the same under torchrun, which restarts all processes with --nnodes 3:4, from a
+                    torch_dist checkpoint (DCP) of each step; its wait for a fourth node is set from
+                    30 to 1 s. It has no threads of ours, only cpu_seconds_per_step of all
+
+The last two run only if they are named (--kind).
 
 kill_to_new_step_seconds is from the kill to the end of the first step after the newest that was
 finished before; then the seconds of each phase of the recovery. own_cpu_seconds_per_step is of the
@@ -22,7 +28,9 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +40,7 @@ from common.frame import Facts, UsageError, at_least, in_turns
 from common.outcomes import seconds_of
 from common.struck import NODES, UNMEASURED, iterations, size_flags, strike, struck_iteration
 from common.trainings import WARM_UP, Measured, is_identical, row_of, run_protected
+from other_systems.sides import run_launched
 
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
@@ -45,8 +54,11 @@ PLANNED = {
     "node": {"target": "node"},
     "process": {"target": "self"},
     "exception": {"target": "self", "action": "raise"},
+    "fewer replicas": {"target": "node"},
 }
-KINDS = (*PLANNED, "any moment", "coordinator", "coordinator+node")
+USUAL = ("node", "process", "exception", "any moment", "coordinator", "coordinator+node")
+ELASTIC = ("--spares", "0", "--deadpool-elastic", "on", "--deadpool-elastic-wait", "0")
+FEWER = ("fewer replicas", "torchrun")
 SLOW_STEPS = str(Path(slow_steps.__file__))
 
 
@@ -54,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this case."""
     roles = {"type": int, "nargs": "*", "metavar": "N"}
     parser.add_argument("--roles", default=[8], help="multiples of 4 (default: 8)", **roles)
-    parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
+    parser.add_argument("--kind", choices=(*USUAL, *FEWER), nargs="*", default=USUAL)
     seconds = at_least(0, float)
     parser.add_argument("--sleep", type=seconds, default=0.5, metavar="S", help="in each step")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of random moments")
@@ -70,9 +82,12 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
         undisturbed = train()
         dice = random.Random(args.seed)
         sides = {kind: partial(struck, train, kind, dice, args.steps) for kind in args.kind}
+        if "torchrun" in sides:
+            sides["torchrun"] = partial(torchrun, roles, args.steps, base)
         for kind, runs in in_turns(f"{roles} roles", args.rounds, sides).items():
             facts["rows"].append(row_of(kind, runs, at=roles, **costs_of(runs)))
-            if not all(is_identical(undisturbed, run) for run in runs):
+            # Fewer replicas add up in another order.
+            if kind not in FEWER and not all(is_identical(undisturbed, run) for run in runs):
                 facts["wrong"].append(f"{roles} roles, {kind}: not bit-identical")
     return facts
 
@@ -82,7 +97,8 @@ def run_replicas(
     steps: int,
     base: Path,
     flags: Sequence[str] = ("--spares", "1"),
-    sleep: float = 0.0,
+    *,
+    sleep: float,
     **more: object,
 ) -> Measured:
     """Train four replicas on four nodes under ``deadpool run``."""
@@ -110,11 +126,26 @@ def struck(
 ) -> Measured:
     """Run with a failure."""
     if kind in PLANNED:
-        return train(faults=[strike(steps, **PLANNED[kind])])
+        flags = {"flags": ELASTIC} if kind in FEWER else {}
+        return train(faults=[strike(steps, **PLANNED[kind])], **flags)
     killer = Killer(kind, dice, steps)
     measured = train(look=killer.look)
     measured.killed_at = killer.killed_at
     return measured
+
+
+def torchrun(roles: int, steps: int, base: Path, _: int) -> Measured:
+    """Run under a torchrun of each node, which continues with fewer."""
+    directory = base / uuid.uuid4().hex
+    directory.mkdir()
+    command = [
+        *(sys.executable, "-m", "other_systems.nodes", f"{NODES - 1}:{NODES}", "apart"),
+        *("torch.distributed.run", "--nproc-per-node", str(roles // NODES), "--max-restarts", "1"),
+        *("--rdzv-conf", "last_call_timeout=1", "--log-dir", str(directory / "torchrun")),
+        *("-m", "other_systems.rank", "--keeper", "torch-dist"),
+        *("--folder", str(directory / "kept"), *training(roles, steps)),
+    ]
+    return run_launched(command, strike(steps, "node"), steps, directory)
 
 
 class Killer:

@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from coverage_map import CORE, FUNCTION_TESTS, PACKAGE
-from mutating.operators import Change, changes
+from operators import Change, changes
 
 # A draw whose score is less probable than this, if the score of record is right, falls short.
 _CHANCE = 0.01
