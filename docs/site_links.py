@@ -16,6 +16,8 @@ from mkdocs.exceptions import PluginError
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _LIST = "words.md"
 _ROW = re.compile(r"^\| ((?!word|---)[^|]+) \|", re.MULTILINE)
+# Words that pages use in their usual sense, too.
+_USUAL = {"copy", "iteration", "lag", "record", "replay", "request", "scheme", "weak", "window"}
 # Parts of a page in which no word becomes a link: code, headings, rows of tables, links, tags.
 _FIXED = re.compile(
     r"(^```.*?^```$|^ {4}.*?$|^#.*?$|^\|.*?$|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>\n]*>)",
@@ -40,6 +42,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_others: Any) -
 
 def link_words(markdown: str, words: list[str]) -> str:
     """Return the text with the first use of each word as a link to its row."""
+    words = [word for word in words if word not in _USUAL]
     waiting = {word.lower(): word for word in words}
     any_word = re.compile(rf"\b({'|'.join(map(re.escape, words))})(s?)\b", re.IGNORECASE)
 

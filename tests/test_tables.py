@@ -156,6 +156,12 @@ def test_pages_name_their_readers():
     assert without <= {"index", *OPEN}
 
 
+def test_design_has_each_package():
+    page = (ROOT / "docs" / "design.md").read_text()
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert {name for name in names if name[0] != "_" and f"`{name}`" not in page} == set()
+
+
 def test_files_page_has_each_variable_and_exit_status():
     page = (ROOT / "docs" / "files.md").read_text()
     package = "".join(text for path, text in sources().items() if PACKAGE in path.parents)

@@ -37,7 +37,7 @@ PHASES: Mapping[str, str] = {
     "verify": "peers compare what they must hold equal",
     "reprotect": "until lost copies are made again, at the same time as the others",
     "replay": "the interrupted step runs again",
-    "abandoned": "a new epoch failed again before it was open",
+    "abandoned": "a new epoch failed again before its first iteration was finished",
 }
 _RARE_PHASES = ("wait", "abandoned")
 # The pace of training is the median of the newest steps, at most of this many.
