@@ -177,8 +177,13 @@ class Vault:
                 self._execute(link, message)
         finally:
             with self._event_lock:
-                if self._agent is link:
+                if is_newest := self._agent is link:
                     self._agent, self._alone_since = None, time.monotonic()
+            if is_newest:
+                # The agent holds the listening socket open, too. Once both have closed it, refused
+                # connections prove to a new coordinator that the agent has ended.
+                self._server.stop()
+                self._transport.close()
 
     def _execute(self, link: member_connection.LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")

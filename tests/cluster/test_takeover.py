@@ -45,7 +45,7 @@ def test_order_to_end_outlives_its_coordinator(tmp_path):
 
 
 def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
-    with Agents(tmp_path / "r", nodes=3, spares=2, options=_SOON) as run:
+    with Agents(tmp_path / "r", nodes=3, spares=2) as run:
         run.wait_iteration(5)
         first = run.term()
         assert first.node is not None
@@ -55,7 +55,9 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
         run.wait_term(2)
         run.wait_more(5)
         final = run.finish()
-    assert [list(r["seats_changed"]) for r in final["recoveries"]] == [["1"]]
+    (recovery,) = final["recoveries"]
+    assert list(recovery["seats_changed"]) == ["1"]
+    assert "its host refuses connections" in recovery["cause"]
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.eligibility import HostFacts
 from deadpool_megatron.preflight.health import Health
@@ -77,6 +77,17 @@ def strike_coordinator(world: World, a: int, b: int) -> None:
     world.restart_coordinator(landed=bool(a % 2), received=(0, 1, 10)[a // 2 % 3])
 
 
+def strike_coordinating_node(world: World, a: int, b: int) -> None:
+    """A node is lost with the coordinator on it. Its host refuses connections, or is silent."""
+    if world.state.phase in LAST_PHASES or world.losses_since_protected >= world.tolerance:
+        return
+    node = node_of(world, a)
+    world.lose(node, report=False)
+    world.restart_coordinator(landed=bool(b % 2))
+    if b % 3:
+        world.clock.after_delay(lambda: world.feed(ev.AgentEnded(node)), "refusal", node)
+
+
 def see_nan(world: World, a: int, b: int) -> None:
     """Often another failure closes the epoch before it is reported."""
     world.see_nan(role_of(world, a))
@@ -110,6 +121,7 @@ KINDS: Mapping[str, tuple[float, Callable[[World, int, int], object]]] = {
     "end-member": (3, end_member),
     "strike-again": (3, strike_again),
     "strike-coordinator": (3, strike_coordinator),
+    "strike-coordinating-node": (2, strike_coordinating_node),
     "suspect-member": (1, suspect_member),
     "join-spare": (2, join_spare),
     "drain": (1, drain),

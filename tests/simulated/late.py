@@ -62,6 +62,8 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
         yield ev.MemberHello(node, slot, gone)
         yield ev.MemberWarm(node, slot, gone)
         yield ev.MemberSuspected(node, slot, gone, "late")
+    for node in {*world.state.fleet.nodes, *world.state.fleet.removed, 10_000}:
+        yield ev.AgentEnded(node)
     for node in world.state.fleet.removed:
         yield ev.NodeLost(node, "late")
         yield ev.NodeJoined(node, "host", 1, "anywhere")

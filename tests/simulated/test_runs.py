@@ -86,6 +86,20 @@ def test_a_successor_knows_the_size_at_which_the_run_trains():
     world.take_over_quietly()
 
 
+def test_a_successor_knows_the_sizes_that_have_failed():
+    world = still(Shape(3, 0, is_elastic=True))
+    world.train()
+    world.refusals = 12
+    world.lose(2)
+    world.wait("spare_timeout")
+    for _ in range(4):
+        world.tick(0.6)
+        world.settle()
+    assert world.state.changes.failed == (2, 2, 1, 1)
+    world.restart_coordinator(landed=True)
+    assert world.state.changes.failed == (2, 2, 1, 1)
+
+
 def test_a_report_during_the_run_takes_no_size_away():
     """As from a node whose memory has filled up since the start."""
     world = still(Shape(3, 0, is_elastic=True))

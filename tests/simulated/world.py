@@ -127,6 +127,8 @@ class World(Agents):
             save = Restore("durable", Generation(0, event.iteration), path=event.path)
             self.saved = [save, *(s for s in self.saved if s.path != event.path)]
         actions = self.machine.handle(event, self.clock.now)
+        if isinstance(event, ev.AgentEnded):
+            assert not {event.node} & self.nodes.keys() & self.state.fleet.removed.keys()
         self.fed += 1
         if self.fed % self.check_every == 0 and not isinstance(event, ev.NodeJoined):
             self._repeat(event)
@@ -468,13 +470,16 @@ class World(Agents):
         to_pause = any(member.pause_at is not None for member in members)  # ordered earlier
         if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
             return
-        epoch, known = self.state.epoch, knowledge(self.state)
+        epoch, known, began = self.state.epoch, knowledge(self.state), self.clock.now
         self.restart_coordinator(landed=True, noted=True)
         differences = {k: (v, known[k]) for k, v in knowledge(self.state).items() if v != known[k]}
         assert not differences, differences
         self.train()
         if self.state.phase is Phase.BOOTSTRAPPING:  # for a spare that was lost before
             self.wait("rejoin")
+        if self.state.fleet.removed.keys() - known["nodes"][0]:  # a message took that long
+            assert self.clock.now >= began + self.config.settings.rejoin_seconds
+            return
         assert self.state.phase is Phase.RUNNING
         assert self.state.epoch == epoch
         assert epoch not in self.closed

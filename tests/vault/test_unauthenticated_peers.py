@@ -1,5 +1,6 @@
 """Other vaults and strangers: nothing is accepted that is stale, abandoned or malformed."""
 
+import errno
 import math
 import os
 import socket
@@ -13,7 +14,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout
+from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 
 
@@ -114,6 +115,25 @@ def is_cut(connection: socket.socket) -> bool:
         return connection.recv(100) == b""
     except ConnectionResetError:  # it had not read everything
         return True
+
+
+def test_connections_are_refused_once_the_agent_has_ended_and_no_sooner(tmp_path):
+    """Between two vaults the agent holds the socket; after its agent no vault holds it."""
+    with cluster(tmp_path, 1) as running:
+        (node,) = running.nodes
+
+        def is_refused():
+            with socket.socket() as peer:
+                return peer.connect_ex(("127.0.0.1", node.port)) == errno.ECONNREFUSED
+
+        node.kill()
+        assert not is_refused()
+        node.start()
+        assert not is_refused()
+        node.tcp.close()
+        assert not is_refused()
+        node.loop(node.control.close())
+        wait_until(is_refused, "the vault to close it")
 
 
 def test_an_infinite_number_ends_no_vault(tmp_path):

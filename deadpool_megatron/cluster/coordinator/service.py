@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.absent_agents import probe_absent
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.commands import Commands, describe
 from deadpool_megatron.cluster.coordinator.context import Context
@@ -135,6 +136,7 @@ class Coordinator:
         if (record := self.state.record) is not None:
             await asyncio.to_thread(self.orders.prepare, record)
         self.spawn(listener.run())
+        self.spawn(probe_absent(self.state, self.feed, self._settings.beat_interval_seconds / 2))
         pid = os.getpid()
         process = {"pid": pid, "hostname": socket.gethostname()}
         started = {str(pid): posix.start_time(pid)}

@@ -117,9 +117,11 @@ def _seats(core: Core, size: int, stuck: bool) -> dict[int, Seat]:
 
 
 def note_failure(core: Core, size: int, cause: str) -> None:
-    """Note that a change to this size has failed."""
-    changes = core.state.changes
+    """Note that a change to this size has failed, also for a successor."""
+    changes, sizes = core.state.changes, core.state.memory.sizes
     core.state.changes = replace(changes, failed=(*changes.failed, size))
+    if sizes is not None:
+        _journal_changes(core, sizes)
     text = f"the change to {size} model replicas has failed: {cause}"
     is_over = size not in allowed_sizes(core)
     core.log("warning", text + ("; it is not tried again" if is_over else ""))

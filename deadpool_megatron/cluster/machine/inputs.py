@@ -79,6 +79,14 @@ class NodeLost(Input):
 
 
 @dataclass(frozen=True)
+class AgentEnded(Input):
+    """A proof that the agent of a node has ended; it counts while the node is awaited after a
+    takeover."""
+
+    node: int
+
+
+@dataclass(frozen=True)
 class OfMember(Input):
     """Base of inputs about a member: its node, local rank and incarnation."""
 

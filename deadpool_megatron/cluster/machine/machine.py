@@ -38,6 +38,7 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
     ev.FactsReported: bootstrap.facts_reported,
     ev.NodeLost: membership.node_lost,
+    ev.AgentEnded: takeover.agent_ended,
     ev.NodeInventory: epoch.note_inventory,
     ev.StepReported: epoch.step_reported,
     ev.PhaseReported: epoch.phase_reported,
@@ -74,7 +75,7 @@ _HANDLERS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.PauseRefused: pauses.pause_later,
 }
 # Inputs after which all awaited nodes may have joined.
-_GATHERS = (ev.NodeJoined, ev.NodeLost, ev.MemberHello, ev.MemberRegistered)
+_GATHERS = (ev.NodeJoined, ev.NodeLost, ev.AgentEnded, ev.MemberHello, ev.MemberRegistered)
 
 
 class Machine(Core):
@@ -155,9 +156,11 @@ class Machine(Core):
             self._tick()
         elif not isinstance(event, ev.OfMember) or self.is_present(event):
             _HANDLERS[type(event)](self, event)
-        if isinstance(event, _GATHERS):
-            bootstrap.check_gathered(self)
         running = self.state.phase_state
+        has_missed = isinstance(running, states.TakingOver) and running.missed is not None
+        if has_missed or isinstance(event, _GATHERS):
+            bootstrap.check_gathered(self)
+            running = self.state.phase_state
         if isinstance(running, states.Running) and not running.has_begun:
             pauses.begin(self, running)
         if self.state.requests:

@@ -42,6 +42,18 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
         close(core, Failure(cause, FailureKind.COORDINATOR))
 
 
+def agent_ended(core: Core, event: ev.AgentEnded) -> None:
+    """Give up a node that is awaited, unless all processes of the run, or of some nodes, have been
+    started again: then it may be about to come back."""
+    state = core.state
+    is_restart = core.config.restarted or state.restarted
+    if not isinstance(state.phase_state, TakingOver) or state.record is None or is_restart:
+        return
+    if event.node in state.fleet.absent(state.record.nodes):
+        cause = "its agent has ended: its host refuses connections"
+        give_up(core, event.node, cause, FailureKind.NODE_LOST)
+
+
 def check_rejoined(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Continue when every node of the newest record is back or lost.
 

@@ -88,6 +88,26 @@ def test_node_that_does_not_come_back_is_lost(node):
     assert rig.only(act.DropNode).node == node
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+def test_node_whose_agent_is_proved_to_have_ended_is_not_awaited(*, restarted):
+    """After a restart it may be about to come back. Of others the proof means nothing."""
+    old = Rig(nodes=2, spares=1).run()
+    rig = old.successor(restarted=restarted)
+    rejoin(rig, old, 0, 2)
+    for node in (0, 2, 9):
+        rig.feed(ev.AgentEnded(node))
+    assert not rig.state.fleet.removed
+    rig.feed(ev.AgentEnded(1))
+    if restarted:
+        assert not rig.state.fleet.removed
+    else:
+        assert "node 1: its agent has ended" in rig.only(act.CloseEpoch).cause
+        rig.closed(g(7))
+        assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    old.feed(ev.AgentEnded(1))
+    assert old.state.fleet.nodes.keys() == {0, 1, 2}
+
+
 @pytest.mark.parametrize("comes", [True, False])
 @pytest.mark.parametrize("taken_for", ["restart", "takeover"])
 def test_takeover_like_a_restart_gives_up_no_node_before_its_deadline(taken_for, *, comes):
@@ -202,6 +222,16 @@ def test_spare_lost_before_a_takeover_counts_by_the_copies_it_owed(*, has_layout
     else:
         rig.tick(rig.settings.rejoin_seconds)
         assert "node 2: gone" in rig.only(act.CloseEpoch).cause
+
+
+def test_failure_counts_at_once_while_the_copies_of_a_lost_spare_are_unknown():
+    old = Rig(nodes=2, spares=1).run()
+    rig = old.successor()
+    rejoin(rig, old, 0, 1)
+    rig.feed(ev.AgentEnded(2))
+    assert rig.state.phase is Phase.BOOTSTRAPPING
+    rig.feed(killed(old, 1))
+    assert rig.only(act.CloseEpoch)
 
 
 def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored():
