@@ -109,6 +109,7 @@ class World(Agents):
         self.saved: list[Restore] = []  # checkpoints, newest first
         self.failures: dict[int, Counter[int]] = {0: Counter()}  # epoch -> size -> failed changes
         self.waits_since: float | None = None
+        self.poor: frozenset[int] = frozenset()  # at the newest decision
         self.told_size = self.sizes.replicas[-1]  # by the newest event
         self.rested_at = self.ticked_at = self.changed_at = clock.now
         for _ in range(config.nodes + config.spares):
@@ -230,6 +231,7 @@ class World(Agents):
         self.failures[record.epoch] = Counter(self.failures[self.epoch])
         assert self.failures[record.epoch][size] < 2, "a size that was struck off"
         assert len(set(record.seats.values())) == len(record.seats)
+        self.poor = self.state.fleet.distrusted | self.state.fleet.quarantined
         deciding = self.state.phase_state
         if not isinstance(deciding, states.Deciding) or deciding.redecide:
             return  # overtaken in the same step: it will not be announced
@@ -252,11 +254,11 @@ class World(Agents):
         self._seated(record)
         self._check_restore(record)
         self.waits_since = None
-        recovery, fleet = self.state.recoveries.current, self.state.fleet
+        recovery = self.state.recoveries.current
         if recovery is not None and recovery.kind == "planned" and len(recovery.causes) == 1:
             before = {seat.node for seat in self.record.seats.values()}
             moved_to = {seat.node for seat in record.seats.values()} - before
-            assert not moved_to & (fleet.distrusted | fleet.quarantined), "a plan, no failure"
+            assert not moved_to & self.poor, "a plan, no failure"
             if len(record.seats) != len(self.record.seats):
                 settle = self.config.settings.settle_seconds
                 assert len(record.seats) > len(self.record.seats), "no plan shrinks a run"

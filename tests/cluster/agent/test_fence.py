@@ -168,6 +168,7 @@ class World:
         self.now = self.signed_at = 0.0
         self.sign, self.session, self.known = "1 0", 1, 1
         self.fence = Fence(chosen)
+        self.fence.record_read(1, self.sign, 0.0)
         self.fence.record_contact(0.0, 1)
         self.looked_at = self.acknowledged_at = 0.0
         self.coordinators = [Coordinator(self, 1, 0.0)]
