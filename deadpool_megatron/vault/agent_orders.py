@@ -112,16 +112,19 @@ class Vault:
                 log.warning("no agent for %g s: the end", self._settings.restore_seconds)
                 break
         self._cut()
-        self._server.stop()
+        self._stop_listening()
         self._local_server.stop()
-        for transport in self._transports:
-            transport.close()
         if self._remove:
             shutil.rmtree(self._directory, ignore_errors=True)
             parent = self._directory.parent
             if parent.name.startswith("deadpool-"):  # the last node removes the run's directory
                 with contextlib.suppress(OSError):
                     parent.rmdir()
+
+    def _stop_listening(self) -> None:
+        self._server.stop()
+        for transport in self._transports:
+            transport.close()
 
     def stop(self, remove: bool = False) -> None:
         """End :meth:`wait`. Not for signal handlers, which set ``ended_by_signal``."""
@@ -182,8 +185,7 @@ class Vault:
             if is_newest:
                 # The agent holds the listening socket open, too. Once both have closed it, refused
                 # connections prove to a new coordinator that the agent has ended.
-                self._server.stop()
-                self._transport.close()
+                self._stop_listening()
 
     def _execute(self, link: member_connection.LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")
