@@ -56,5 +56,5 @@ def test_only_a_refusal_proves_the_end_of_an_agent(outcome, addresses):
         assert reported == []
 
 
-def test_nobody_is_probed_where_nobody_is_awaited():
+def test_no_node_is_probed_where_none_is_awaited():
     asyncio.run(asyncio.wait_for(probe_absent(Rig().run().state, pytest.fail, 0.0), 1.0))
