@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,20 +30,23 @@ class ExtrasError(ValueError):
 
 
 def encode(values: Extras) -> bytes:
-    """Encode a mapping of JSON values, ``bytes`` and tensors (on any device). Tuples become lists.
+    """Encode a mapping of JSON values, ``bytes`` and tensors (of the host and one device). Tuples
+    become lists.
 
     Raises ExtrasError for any other value; the message names its key.
     """
-    blobs = bytearray()
+    blobs, end = list[Tensor | bytes](), 0
 
     def place(value: Any) -> dict[str, Any]:
-        dtype, shape, start = "", list[int](), len(blobs)
+        nonlocal end
+        dtype, shape, start = "", list[int](), end
         if isinstance(value, Tensor):
             dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-            value = flat_bytes(value).cpu().numpy().tobytes()
+            value = flat_bytes(value)
         elif not isinstance(value, bytes):
             raise TypeError(f"a {type(value).__name__}")
-        blobs.extend(value)
+        blobs.append(value)
+        end += len(value)
         return {"blob": [start, len(value)], "dtype": dtype, "shape": shape}
 
     encoder, entries = json.JSONEncoder(separators=(",", ":"), default=place), []
@@ -53,7 +56,19 @@ def encode(values: Extras) -> bytes:
         except (TypeError, ValueError) as error:
             raise ExtrasError(f"{key} cannot be encoded: {error}") from error
     text = f"{{{','.join(entries)}}}".encode()
-    return b"".join([_LENGTH.pack(len(text)), text, blobs])
+    return b"".join([_LENGTH.pack(len(text)), text, *_on_host(blobs)])
+
+
+def _on_host(blobs: Sequence[Tensor | bytes]) -> Iterator[bytes]:
+    """Yield the bytes of each blob. The host waits once for all tensors that are on a device."""
+    away = [blob for blob in blobs if isinstance(blob, Tensor) and blob.device.type != "cpu"]
+    sizes = [len(blob) for blob in away]
+    moved = iter(torch.split(torch.cat(away).cpu(), sizes) if away else ())
+    for blob in blobs:
+        if isinstance(blob, Tensor):
+            yield (blob if blob.device.type == "cpu" else next(moved)).numpy().tobytes()
+        else:
+            yield blob
 
 
 def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> dict[str, Any]:

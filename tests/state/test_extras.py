@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 from deadpool_megatron.state import extras
@@ -44,3 +45,29 @@ def test_truncated_extras_are_refused(cut):
     payload = extras.encode({"blob": bytes(100)})
     with pytest.raises(extras.ExtrasError):
         extras.decode(payload[:-cut])
+
+
+class _Away(torch.Tensor):
+    """A tensor that says that it is on a device, and counts what the host waits for."""
+
+    waits = 0
+    device = property(lambda self: torch.device("cuda"))
+
+    def cpu(self):
+        _Away.waits += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_extras_of_a_device_are_waited_for_once():
+    tensors = {
+        "bias": torch.arange(6.0).view(2, 3),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0),
+        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
+    }
+    kept = {"count": 3, "host": torch.ones(2), "raw": b"xyz", "steps": [torch.tensor(7)]}
+    away = {name: tensor.as_subclass(_Away) for name, tensor in tensors.items()}
+    _Away.waits = 0
+    payload = extras.encode({"bias": away.pop("bias"), **kept, **away})
+    assert _Away.waits == 1
+    assert payload == extras.encode({"bias": tensors.pop("bias"), **kept, **tensors})
