@@ -79,11 +79,11 @@ def add_arguments(
 
 
 def advice_for_old(flag: str) -> str:
-    """Return advice for a flag of version 0.5 that was renamed or removed; empty for any other
-    flag."""
+    """Return advice for a flag of version 0.5 or 0.6 that was renamed or removed; empty for any
+    other flag."""
     name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
-    if name == "bad_node_command":
-        return f"give {settings.flag_name('on_event')}"
+    if name in _RENAMED:
+        return f"give {settings.flag_name(_RENAMED[name])}"
     if name in _REMOVED or name.startswith("tls_"):
         return "it was removed in version 0.6, leave it out"
     return f"give {settings.flag_name(name)}=VALUE" if name in settings.FIELDS else ""
@@ -172,10 +172,11 @@ def settings_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, An
 
 
 _PREFIX = "deadpool_"
+_RENAMED = {"bad_node_command": "on_event", "replicas": "copies"}
 _REMOVED = ("journal", "numa", "share_snapshots", "vault_cpus")
 # First setting of a topic -> title of the topic; the fields of a topic follow each other.
 _TOPICS = {
-    "replicas": "protection of the state",
+    "copies": "protection of the state",
     "shm_gb": "nodes",
     "notify": "messages",
     "domains_file": "network",

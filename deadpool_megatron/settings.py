@@ -77,7 +77,7 @@ class Settings:
     """The settings of users, and the derived and fixed values. ``_seconds`` are seconds, ``_gb``
     are 10^9 bytes."""
 
-    replicas: int = _setting(
+    copies: int = _setting(
         1, "number of copies of each role's unique state on other nodes (parity: blocks of a group)"
     )
     protection: str = _setting(
@@ -371,7 +371,7 @@ _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 #: name -> lower and upper limit, both included
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
-    "replicas": (1, math.inf),
+    "copies": (1, math.inf),
     "parity_group": (2, math.inf),
     **dict.fromkeys(_SIZES, (0, 10**9)),
     "dscp": (0, 63),

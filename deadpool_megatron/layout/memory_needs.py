@@ -175,20 +175,20 @@ def node_needs(layout: RoleLayout, roles_per_node: int, settings: Settings) -> N
     """Return a node's needs before its first slot is created, from the layout of one role. The
     other roles of the node, and the roles whose copies it keeps, are assumed to have the same
     layout: all are slices of one model."""
-    kind, replicas = settings.protection, settings.replicas
+    kind, copies = settings.protection, settings.copies
     # A part is not copied if enough peers hold the same bytes.
     owed_parts = {
         part.name: part.nbytes
         for part in layout.parts
-        if part.name in layout.shard_parts and len(part.replicas) <= replicas
+        if part.name in layout.shard_parts and len(part.replicas) <= copies
     }
-    scheme, group = f"for {replicas} copies (--deadpool-replicas {replicas})", 0
+    scheme, group = f"for {copies} copies (--deadpool-copies {copies})", 0
     if kind == "parity":
         group = settings.parity_group
-        scheme = f"for parity blocks ({replicas} for {group} roles)"
-    kept = replicas * kept_bytes(layout, () if group else owed_parts)
+        scheme = f"for parity blocks ({copies} for {group} roles)"
+    kept = copies * kept_bytes(layout, () if group else owed_parts)
     if group and owed_parts:
-        kept += replicas * math.ceil(block_bytes(layout.slots, group, owed_parts) / group)
+        kept += copies * math.ceil(block_bytes(layout.slots, group, owed_parts) / group)
     if kind == "local":
         kept, scheme = 0, "for copies (--deadpool-protection local)"
     elif kind == "local-twice":

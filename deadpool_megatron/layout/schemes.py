@@ -62,7 +62,7 @@ def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> i
     """Return the number of lost nodes that a plan survives, the value of EpochRecord.replicas: its
     copies, or the parity blocks of a group. ``plan``: by default the first plan of the run.
     """
-    return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
+    return 0 if (plan or first_plan(settings)).kind.is_local else settings.copies
 
 
 def format_plan(plan: ProtectionPlan) -> str:

@@ -35,7 +35,7 @@ _ARGUMENTS = {
     },
     "protection": {
         "scheme": "deadpool_protection",
-        "replicas": "deadpool_replicas",
+        "copies": "deadpool_copies",
         "max_lag": "deadpool_max_lag",
     },
 }

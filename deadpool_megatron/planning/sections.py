@@ -103,7 +103,7 @@ class PlannedProtection:
     """The settings of the run that affect the plan."""
 
     scheme: SchemeKind = _key("--deadpool-protection", SchemeKind(Settings.protection))
-    replicas: Count = _key("--deadpool-replicas; parity: blocks of a group", Settings.replicas)
+    copies: Count = _key("--deadpool-copies; parity: blocks of a group", Settings.copies)
     parity_group: Several = _key("--deadpool-parity-group", Settings.parity_group)
     link_share: Fraction = _key("--deadpool-set link-share", Settings.link_share)
     cadence: Cadence = _key("--deadpool-cadence: protect each N-th step", 1)

@@ -130,7 +130,7 @@ def settings_of(plan: Plan) -> Settings:
     chosen = plan.protection
     return Settings(
         protection=chosen.scheme,
-        replicas=chosen.replicas,
+        copies=chosen.copies,
         parity_group=chosen.parity_group,
         cadence=str(chosen.cadence),
     )
@@ -163,7 +163,7 @@ def topology_of(plan: Plan) -> Topology:
         seats={role: role // cluster.gpus_per_node for role in range(world)},
         domains={node: _rack(node, cluster) for node in range(cluster.nodes + cluster.spares)},
         spares=range(cluster.nodes, cluster.nodes + cluster.spares),
-        survived=plan.protection.replicas,
+        survived=plan.protection.copies,
     )
 
 

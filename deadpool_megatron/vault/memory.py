@@ -255,7 +255,7 @@ def problem(needs: NodeNeeds, limits: Sequence[MemoryLimit]) -> str:
         return ""
     return (
         f"generations need {needs.total} bytes of memory on this node, {tightest.name} allows"
-        f" {tightest.nbytes}: {needs.describe()}; {tightest.remedy}, or lower --deadpool-replicas"
+        f" {tightest.nbytes}: {needs.describe()}; {tightest.remedy}, or lower --deadpool-copies"
         " or --deadpool-max-lag"
     )
 

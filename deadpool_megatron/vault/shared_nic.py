@@ -181,7 +181,7 @@ class SharedNic:
         self._is_infiniband = bool(self._rdma_ports) and self._read("type") == _ARPHRD_INFINIBAND
         self.share = settings.link_share
         # Copies of a role's generation that this NIC sends in parallel.
-        self.copies = max(1, settings.replicas) / lanes
+        self.copies = max(1, settings.copies) / lanes
         self.fills_gaps = settings.link_gaps == "on"
         # Bytes per second: the speed that the interface reports, which may exceed that of its
         # network, and the best measured speed, which may be below that of the NIC.

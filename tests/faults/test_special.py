@@ -78,7 +78,7 @@ def test_the_waiting_spare_dies(tmp_path):
 def test_then_a_node_dies_whose_copy_the_first_one_held(tmp_path, point, match):
     """With two copies the second loss is in memory too, however soon it comes."""
     second = jobs.fault("second", point, when_role=1, target="node", **match)
-    outcome = strike(tmp_path, [FIRST, second], spares=3, settings="--deadpool-replicas 2")
+    outcome = strike(tmp_path, [FIRST, second], spares=3, settings="--deadpool-copies 2")
     assert set(jobs.restart_kinds(outcome)[1:]) == {"memory"}
     assert max(jobs.recomputed(outcome)) <= 1
 

@@ -37,7 +37,7 @@ class Cluster:
     def __init__(self, options: dict[str, Any]) -> None:
         nodes, self.per_node = options["nodes"], options.get("per_node", 1)
         self.survived, racks = options.get("survived", 1), options.get("racks", 0)
-        self.settings = Settings(replicas=self.survived, protection=options["plan"])
+        self.settings = Settings(copies=self.survived, protection=options["plan"])
         every, group = options.get("every", 1), options.get("group", 3)
         self.plan = schemes.plan_of_kind(options["plan"], every, group)
         numbers = range(nodes + options.get("spares", 0))

@@ -20,7 +20,7 @@ _NODES, _ITERATIONS = 3, 8
 _LAYOUT = jobs.Layout("dp3", f"{layouts.DISTRIBUTED} --global-batch-size 6", _NODES, 1)
 _SETTINGS = (
     *(
-        "--deadpool-replicas",
+        "--deadpool-copies",
         "2",
         "--deadpool-set",
         "dscp=8",

@@ -35,7 +35,7 @@ def loads_of(plan: Plan) -> dict[int, traffic.NodeLoad]:
 @pytest.mark.parametrize(("group", "blocks"), [(2, 1), (4, 1), (4, 2)])
 def test_parity(group, blocks):
     """Blocks in place of copies, on the wire as many bytes."""
-    found = worked_out("parity", parity_group=group, replicas=blocks)
+    found = worked_out("parity", parity_group=group, copies=blocks)
     groups = 16 // group
     assert len(found.placement.groups) == groups
     blocks_and_extras = SLOTS * blocks * (groups * SHARD + 16 * CAPACITY)
@@ -75,7 +75,7 @@ def test_a_node_by_hand():
 @given(racks=st.sampled_from([None, 2, 4, 8]), lag=st.integers(0, 4), replicas=st.integers(1, 3))
 def test_loads_balance_and_memory_grows_with_lag_and_copies(racks, lag, replicas):
     def loads(lag: int, replicas: int) -> list[traffic.NodeLoad]:
-        protection = {"max_lag": lag, "replicas": replicas}
+        protection = {"max_lag": lag, "copies": replicas}
         cluster = {"racks": racks}
         return list(loads_of(make(cluster=cluster, protection=protection)).values())
 

@@ -23,7 +23,7 @@ SHAPE = {"parameters": None, "layers": 4, "hidden": 64, "ffn": 256, "heads": 4, 
 def test_copies_lie_in_other_domains_where_there_are_enough(replicas, racks, spares, tp):
     plan = make(
         parallel={"tp": tp, "pp": 2, "dp": 8 // tp},
-        protection={"replicas": replicas},
+        protection={"copies": replicas},
         cluster={"racks": racks, "spares": spares},
     )
     placement = place(plan)

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
             scheme |= {"elastic": "off"}
         else:
             scheme |= {"elastic_wait": "60", "settle_seconds": 50.0}
-        settings = Settings(replicas=self.replicas, restarts_in_place=10_000, **scheme)
+        settings = Settings(copies=self.replicas, restarts_in_place=10_000, **scheme)
         return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
 
 

@@ -166,7 +166,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(tmp_path, 
     limit=st.integers(0, 1 << 32),
 )
 def test_needs_and_objection_agree(nbytes, slots, roles, replicas, scheme, limit):
-    settings = Settings(protection=scheme, replicas=replicas)
+    settings = Settings(protection=scheme, copies=replicas)
     layout = make_layout(0, nbytes=nbytes, slots=slots)
     needs = node_needs(layout, roles, settings)
     assert needs.own >= nbytes * slots * roles

@@ -58,7 +58,7 @@ def test_some_odd_iterations_do_not_move_the_norm(usual, odd, mix):
 
 @given(st.floats(0.001, 1000), st.integers(1, 1 << 40), st.floats(0, 1), st.floats(0, 1e11))
 def test_a_shipment_is_even_over_its_share_or_half_of_the_window(window, nbytes, part, speed):
-    link = link_of(link_share=0.5, replicas=2)
+    link = link_of(link_share=0.5, copies=2)
     sealed = run(link.pace(0), [window] * 5)
     share = shipment(link, nbytes, speed=speed)
     least = nbytes / max(0.5 * speed / 2, MIN_RATE)

@@ -36,7 +36,7 @@ keys of FILE (those without a default are required):
 examples:
   deadpool plan --args configs/megatron-lm/gpt-7b.args --nodes 8
   deadpool plan configs/65b.yaml --run runs/first
-  deadpool plan configs/65b.yaml --set protection.replicas=2 --set cluster.spares=4
+  deadpool plan configs/65b.yaml --set protection.copies=2 --set cluster.spares=4
   deadpool plan configs/65b.yaml --set protection.scheme=parity
   deadpool plan configs/65b.yaml --json
 

@@ -5,7 +5,7 @@ examples:
   deadpool run -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args)
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
       -- -m deadpool_megatron.trainer --train-iters 500
-  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
+  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-copies 2 -- train.py
   deadpool run --resume runs/first --run-dir runs/third -- -m deadpool_megatron.trainer
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave

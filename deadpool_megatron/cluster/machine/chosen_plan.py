@@ -39,7 +39,7 @@ def topology_of(state: State, settings: Settings) -> Topology | None:
     domains = {node: entry.domain for node, entry in dict(state.fleet.nodes).items()}
     training = set(seated.values())
     spares = [node for node in domains if node not in training]
-    return Topology(layouts, seated, domains, spares, settings.replicas)
+    return Topology(layouts, seated, domains, spares, settings.copies)
 
 
 def budgets_of(state: State) -> dict[int, int]:

@@ -102,8 +102,8 @@ def test_plan_takes_measurements_from_a_run(carry_out, monkeypatch):
 
 def test_plan_takes_overrides(carry_out):
     before = values(carry_out, "configs/65b.yaml")
-    after = values(carry_out, "configs/65b.yaml", "--set", "protection.replicas=2")
-    assert after["plan"]["protection"]["replicas"] == 2
+    after = values(carry_out, "configs/65b.yaml", "--set", "protection.copies=2")
+    assert after["plan"]["protection"]["copies"] == 2
     assert after["nodes"]["copies_bytes"]["mean"] == pytest.approx(
         2 * before["nodes"]["copies_bytes"]["mean"]
     )

@@ -46,7 +46,7 @@ def test_pauses_are_after_protected_iterations_only():
     [
         (EVERY_THIRD, Settings(), 2, ""),
         (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: 1 more"),
-        (EVERY_THIRD, Settings(replicas=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
+        (EVERY_THIRD, Settings(copies=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
         (replace(EVERY_THIRD, every=0), Settings(), 2, "between 1 and 1000"),
         (plan_of_kind("parity", 1, 4), Settings(), 3, ""),
         (plan_of_kind("parity", 1, 4), Settings(), 2, "needs at least 3 nodes"),
