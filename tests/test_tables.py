@@ -8,6 +8,7 @@ prose, and a column about an earlier version of this package are not judged.
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,14 @@ def test_pages_name_their_readers():
     begins = {page.stem: page.read_text().partition("\n## ")[0] for page in PAGES[1:]}
     without = {name for name, text in begins.items() if "ou need this page" not in text}
     assert without <= {"index", *OPEN}
+
+
+def test_first_hour_has_each_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    section = (ROOT / "docs" / "first-hour.md").read_text().partition("| extra |")[2]
+    rows = re.findall(r"^\| (`[^|]+`) \|", section.partition("\n\n")[0], re.MULTILINE)
+    found = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert found == project["optional-dependencies"].keys() - {"dev"}
 
 
 def test_design_has_each_package():

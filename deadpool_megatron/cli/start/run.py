@@ -127,7 +127,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
     is_requested = args.deadpool_persist_interval != "auto"
     if settings.persist_interval in NEVER and (is_requested or chosen):
-        display.line("checkpoints in the background are off: a power cut loses the state in memory")
+        text = "checkpoints in the background are off: a power cut loses the state in memory"
+        display.line(f"{text} (--deadpool-persist-interval 100 turns them on)")
     if line := defaults.sizes_line(command, info.world_size, info.nproc_per_node, info.settings):
         display.line(line)
     if restart is None:
