@@ -17,7 +17,7 @@ from typing import Any
 from deadpool_megatron import arguments, cli, settings
 from deadpool_megatron.failures import MEANINGS
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED
-from deadpool_megatron.support import flags
+from deadpool_megatron.support import environment, flags
 
 ROOT = Path(__file__).parents[1] / "deadpool_megatron"
 _MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
@@ -42,6 +42,25 @@ def codes() -> str:
         for code, row in MEANINGS.items()
     )
     return table(("code", "meaning", "evidence", "what to do"), rows)
+
+
+def nccl() -> str:
+    """Return the variables that members get, and the versions of NCCL that are refused."""
+    rows = (
+        (
+            f"`{'`, `'.join(filter(None, (row.name, row.former_name)))}`",
+            row.value,
+            row.reason,
+            (f"{', '.join(row.conflicting)} is " if row.conflicting else "") + row.policy.value,
+        )
+        for row in environment.VARIABLES
+    )
+    versions = ((version.shown, version.reason) for version in environment.REFUSED_VERSIONS)
+    return (
+        table(("variable", "members get", "why", "another value"), rows)
+        + "\n"
+        + table(("NCCL", "why refused"), versions)
+    )
 
 
 def command_line() -> str:
@@ -214,7 +233,7 @@ def _prose(node: ast.ClassDef | ast.FunctionDef) -> str:
     return re.sub(r":\w+:`~?\.*([^`]+)`", r"`\1`", text).replace("``", "`") + "\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"codes": codes}
+PARTS: dict[str, Callable[[], str]] = {"codes": codes, "nccl": nccl}
 PAGES: dict[str, Callable[[], str]] = {
     "command-line.md": command_line,
     "settings.md": settings_page,

@@ -1,13 +1,10 @@
 """What members get for NCCL's sake, what is refused, and that docs and code say the same."""
 
-from pathlib import Path
-
 import pytest
 
 from deadpool_megatron.support import environment as table
 from deadpool_megatron.support.environment import VARIABLES, Policy
-
-ROOT = Path(__file__).parents[2]
+from tests.common.pages import DOCS, site_reference
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
@@ -32,7 +29,7 @@ def test_variables_conflict_under_both_names(variable):
 
 
 def test_the_docs_have_the_tables():
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = site_reference().on_page_markdown((DOCS / "gpu.md").read_text())
     for row in VARIABLES:
         names = "`, `".join(filter(None, (row.name, row.former_name)))
         other = f"{', '.join(row.conflicting)} is " if row.conflicting else ""
