@@ -272,14 +272,17 @@ def strike_on(
     pauses, last = (lambda: dice.uniform(*plan.pause_seconds)), iterations - 40
     pause(round_, pauses())
     while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
-        kind = dice.choice(names or [""])
+        if not names:
+            pause(round_, pauses())
+            continue
+        kind = dice.choice(names)
         reported, recoveries = round_.reported, len(round_.recoveries)
         target.is_seen, target.over_at = False, 0.0
         try:
             target.seats = round_.seats()
             fault = Struck(kind, "", time.monotonic() - round_.began, round_.newest)
             fault.effect = plan.kinds[kind](target)
-        except (faults.NotNow, KeyError) as error:
+        except faults.NotNow as error:
             print(f"  {kind}: not now: {error}", file=sys.stderr)
             pause(round_, pauses())
             continue
