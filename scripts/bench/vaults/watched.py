@@ -31,7 +31,7 @@ def place_of(frame: FrameType | None) -> str:
         code = frame.f_code
         if _PACKAGE in code.co_filename:
             file = code.co_filename.rpartition(_PACKAGE)[2]
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            line = linecache.getline(code.co_filename, frame.f_lineno or 0).strip()
             return f"{file}:{code.co_name}: {line[:60]}"
         frame = frame.f_back
     return "outside"
