@@ -89,17 +89,25 @@ class Lanes:
             if len(self.lanes) == 1 or end in lane.broken:
                 return
             lane.broken.add(end)
-        begin_thread("retry-lane", partial(self._retry, lane, use.node, end))
+        begin_thread("retry-lane", partial(self._retry, lane, use.node, use.ends))
 
-    def _retry(self, lane: Lane, node: int, end: Address) -> None:
+    def _retry(self, lane: Lane, node: int, ends: Ends) -> None:
+        """Try a lane until it answers. Warn if the node answers on another lane."""
+        end, has_warned = ends[lane], False
         path = f"{lane.nic.name} ({lane.transport.address[0]}) to node {node} ({end[0]})"
-        self._warn(f"copies from {path} fail: they go over the other interfaces until it answers")
         while end in lane.broken:
             time.sleep(_RETRY_SECONDS)
-            with contextlib.suppress(*UNREACHABLE):
+            try:
                 lane.transport.connect(node, *end).close()
+            except UNREACHABLE:
+                is_reached = any(end not in other.broken for other, end in ends.items())
+                if is_reached and end in lane.broken and not has_warned:
+                    self._warn(f"copies from {path} fail, and go over other interfaces meanwhile")
+                    has_warned = True
+            else:
                 lane.broken.discard(end)
-                self._warn(f"copies use {path} again")
+                if has_warned:
+                    self._warn(f"copies use {path} again")
 
     def _known_ends(self, node: int, address: Address) -> Ends:
         """Return the address of the node at the end of each lane. Ask the node, if necessary."""
