@@ -56,6 +56,7 @@ TOPICS = {
     },
     "prepare, and clean up": {
         "plan": ("prepare.plan", "before a run: nodes, memory and traffic from a file"),
+        "simulate": ("prepare.simulate", "before a run: months of failures, and ways to recover"),
         "check": ("prepare.check", "check before a run whether this host is fit to train"),
         "support": ("prepare.support", "judge a command line of Megatron-LM"),
         "patch": ("prepare.patch", "patch a checkout of Megatron-LM, or revert the patch"),

@@ -7,7 +7,6 @@ reading of files.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import random
@@ -16,48 +15,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deadpool_megatron import UserError
 
 DAY, HOUR = 86_400.0, 3600.0
 #: signs of a failure, as a coordinator sees it
 NODE, PROCESS, HANG, WRONG = "node", "process", "hang", "wrong"
-_FILE = Path(__file__).with_name("constants.toml")
+_TABLES = tomllib.loads(Path(__file__).with_name("constants.toml").read_text("utf-8"))
+#: failures of a node in 1,000 days, by the name of the cluster
+RATES: Mapping[str, float] = _TABLES["rates"]
+#: kind of failure -> its count in Llama 3's run, and its sign
+KINDS: Mapping[str, tuple[int, str]] = _TABLES["kinds"]
+#: name -> value, lowest, highest, kind of evidence, source
+CONSTANTS: Mapping[str, tuple[float, float, float, str, str]] = _TABLES["constants"]
 
 
 class SimulationError(UserError, ValueError):
     """A simulation cannot be run; the message names the option or the line of the log."""
-
-
-class Constant(NamedTuple):
-    """A number with its range, its kind of evidence and its source."""
-
-    value: float
-    low: float
-    high: float
-    mark: str
-    source: str
-
-
-@functools.cache
-def _tables() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(_FILE.read_text("utf-8"))
-
-
-def rates() -> Mapping[str, float]:
-    """Return the published failures of a node in 1,000 days, by the name of the cluster."""
-    return _tables()["rates"]
-
-
-def kinds() -> Mapping[str, tuple[int, str]]:
-    """Return the count and the sign of each kind of failure."""
-    return {kind: (count, sign) for kind, (count, sign) in _tables()["kinds"].items()}
-
-
-def constants() -> Mapping[str, Constant]:
-    """Return all constants by name."""
-    return {name: Constant(*entry) for name, entry in _tables()["constants"].items()}
 
 
 class Failure(NamedTuple):
@@ -94,8 +69,7 @@ class Hazards:
 
     def trace(self, seed: str, nodes: int, days: float) -> Trace:
         """Draw the failures of ``nodes`` nodes."""
-        mix, end = kinds(), days * DAY
-        names, counts = [*mix], [count for count, _ in mix.values()]
+        end, counts = days * DAY, [count for count, _ in KINDS.values()]
         base = self.per_node_day / (1 + self.lemon_share * (self.lemon_factor - 1))
         neighbours: dict[int, list[int]] = {}
         for node, domain in enumerate(self.domains):
@@ -109,8 +83,8 @@ class Hazards:
             at = 0.0 if self.shape == 1 else -5 * scale
             at += draw.weibullvariate(scale, self.shape)
             while at < end:
-                kind = draw.choices(names, counts)[0]
-                sign, away = mix[kind][1], draw.expovariate(1 / (self.repair_hours * HOUR))
+                kind = draw.choices([*KINDS], counts)[0]
+                sign, away = KINDS[kind][1], draw.expovariate(1 / (self.repair_hours * HOUR))
                 back = at + away if sign == NODE else at
                 whole = kind == "switch-or-cable" and draw.random() < self.domain_share
                 struck = neighbours[self.domains[node]] if whole and self.domains else [node]
@@ -121,16 +95,16 @@ class Hazards:
 
 def read_log(path: Path, nodes: int) -> Trace:
     """Read a log with a JSON object per line: ``time`` and ``repaired_at`` (seconds or ISO 8601),
-    ``node`` (any name) and ``kind`` (of :func:`kinds`, or a sign). Raises SimulationError, and
+    ``node`` (any name) and ``kind`` (of KINDS, or a sign). Raises SimulationError, and
     OSError if it cannot be read."""
-    rows, numbers, mix = list[Failure](), dict[str, int](), kinds()
+    rows, numbers = list[Failure](), dict[str, int]()
     lines = path.read_text("utf-8").splitlines()
     for line in filter(str.strip, lines):
         try:
             entry = json.loads(line)
             at, kind = _seconds(entry["time"]), str(entry["kind"])
             back = _seconds(entry.get("repaired_at", entry["time"]))
-            sign = mix[kind][1] if kind in mix else kind
+            sign = KINDS[kind][1] if kind in KINDS else kind
             if sign not in (NODE, PROCESS, HANG, WRONG) or back < at:
                 raise ValueError(f"unknown kind {kind!r}, or a repair before the failure")
         except (ValueError, KeyError, TypeError) as error:
@@ -146,6 +120,5 @@ def read_log(path: Path, nodes: int) -> Trace:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, str):
-        return datetime.fromisoformat(value).timestamp()
-    return float(value)  # type: ignore[arg-type]
+    is_text = isinstance(value, str) and not value.replace(".", "").isdigit()
+    return datetime.fromisoformat(str(value)).timestamp() if is_text else float(str(value))

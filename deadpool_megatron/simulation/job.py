@@ -5,100 +5,75 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from deadpool_megatron.layout.schemes import losses_survived
 from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.assessment import Assessment
-from deadpool_megatron.planning.traffic import GIGA, Placement
-from deadpool_megatron.simulation.hazards import (
-    HANG,
-    HOUR,
-    NODE,
-    PROCESS,
-    WRONG,
-    Hazards,
-    SimulationError,
-    constants,
-)
+from deadpool_megatron.planning.sections import Plan
+from deadpool_megatron.planning.traffic import GIGA, Placement, Timing
+from deadpool_megatron.simulation import hazards
+from deadpool_megatron.simulation.hazards import HANG, NODE, PROCESS, WRONG
 
-_SPARE_TIMEOUT, _SETTLE = 300.0, 300.0  # spare_timeout_seconds, settle_seconds
+SIGNS = (NODE, PROCESS, HANG, WRONG)
+#: spare_timeout_seconds and settle_seconds of a run
+SPARE_TIMEOUT, SETTLE = 300.0, 300.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, its cluster and the constants in use (by name, see constants.toml).
+    """A job on ``nodes`` nodes and ``spares``. ``sizes``: possible numbers of model replicas, the
+    full number last. ``node_bytes``: unique state of a node. ``partners``: the number of nodes
+    whose loss, soon after that of a node, loses state if one loss is survived. ``domains``: failure
+    domain of each node. ``values``: the constants in use (constants.toml)."""
 
-    ``sizes``: possible numbers of model replicas, the full number last. ``commit_seconds``: from an
-    update until its copies are complete. ``node_bytes``: unique state of a node. ``partners``: the
-    number of nodes whose loss, soon after that of a node, loses state if one loss is survived.
-    """
-
+    plan: Plan
+    timing: Timing
+    node_bytes: float
+    partners: float
+    sizes: Sequence[int]
     nodes: int
     spares: int
-    gpus_per_node: int
-    sizes: Sequence[int]
-    step_seconds: float
-    commit_seconds: float
-    node_bytes: float
-    nic_gb_s: float
-    checksum_gb_s: float
-    pcie_gb_s: float
-    reprotect_seconds: float
-    partners: float
-    survived: int
-    failure_hours: float
-    repair_hours: float
     domains: tuple[int, ...]
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float]
 
     @staticmethod
     def of(assessment: Assessment, sizes: Sequence[int], assumed: Mapping[str, float]) -> Job:
         """Return the job of a plan that holds. ``assumed``: constants with other values. Raises
         SimulationError for an unknown constant."""
-        known, cluster = constants(), assessment.plan.cluster
-        if unknown := assumed.keys() - known.keys():
-            raise SimulationError(f"--assume {min(unknown)}: there are {', '.join(known)}")
-        names = sorted(set((domains := assessment.placement.topology.domains).values()))
-        return Job(
-            nodes=cluster.nodes,
-            spares=cluster.spares,
-            gpus_per_node=cluster.gpus_per_node,
-            sizes=tuple(sizes),
-            step_seconds=assessment.timing.step_seconds,
-            commit_seconds=assessment.timing.commit_seconds,
-            node_bytes=assessment.busiest("unique_bytes")[1],
-            nic_gb_s=cluster.nic_gb_s,
-            checksum_gb_s=cluster.checksum_gb_s,
-            pcie_gb_s=cluster.pcie_gb_s,
-            reprotect_seconds=assessment.timing.paced_ship_seconds,
-            partners=_partners(assessment.placement),
-            survived=losses_survived(shards.settings_of(assessment.plan)),
-            failure_hours=cluster.failure_hours,
-            repair_hours=cluster.repair_hours,
-            domains=tuple(names.index(domains[node]) for node in sorted(domains)),
-            values={name: entry.value for name, entry in known.items()} | dict(assumed),
-        )
+        values = {name: entry[0] for name, entry in hazards.CONSTANTS.items()}
+        if unknown := assumed.keys() - values.keys():
+            text = f"--assume {min(unknown)}: there are {', '.join(values)}"
+            raise hazards.SimulationError(text)
+        plan, placement = assessment.plan, assessment.placement
+        names = [name for _, name in sorted(placement.topology.domains.items())]
+        domains = tuple(map(sorted(set(names)).index, names))
+        node_bytes, cluster = assessment.busiest("unique_bytes")[1], plan.cluster
+        shared = (_partners(placement), sizes, cluster.nodes, cluster.spares, domains)
+        return Job(plan, assessment.timing, node_bytes, *shared, {**values, **assumed})
 
     def resized(self, nodes: int, spares: int) -> Job:
         """Return the job on another number of nodes, which grows with it: a node has as many bytes,
         and a step takes as long. Any number of replicas from half on is possible."""
         full = max(1, nodes * self.sizes[-1] // self.nodes)
         rack = max(1, self.nodes // len(set(self.domains)))
-        domains = tuple(node // rack for node in range(nodes + spares))
-        sizes = range((full + 1) // 2, full + 1)
-        return replace(self, nodes=nodes, spares=spares, sizes=tuple(sizes), domains=domains)
+        domains, sizes = (
+            (n // rack for n in range(nodes + spares)),
+            range((full + 1) // 2, full + 1),
+        )
+        return replace(self, nodes=nodes, spares=spares, sizes=sizes, domains=tuple(domains))
 
-    def assuming(self, **values: float) -> Job:
-        """Return the job with other values of constants."""
-        return replace(self, values={**self.values, **values})
-
-    def hazards(self, per_1000_node_days: float) -> Hazards:
+    def hazards(self, per_1000_node_days: float) -> hazards.Hazards:
         """Return the laws of failure at a rate; 0: the rate of the plan."""
-        rate = per_1000_node_days / 1000 or 24 / self.failure_hours
-        names = ("shape", "lemon_share", "lemon_factor", "domain_share")
-        laws = {name: self.values[name] for name in names}
-        return Hazards(rate, self.repair_hours, domains=self.domains, **laws)
+        rate = per_1000_node_days / 1000 or 24 / self.plan.cluster.failure_hours
+        laws = ("shape", "lemon_share", "lemon_factor", "domain_share")
+        values = {name: self.values[name] for name in laws}
+        repair = self.plan.cluster.repair_hours
+        return hazards.Hazards(rate, repair, domains=self.domains, **values)
+
+    def assuming(self, name: str, value: float) -> Job:
+        """Return the job with another value of a constant."""
+        return replace(self, values={**self.values, name: value})
 
     @property
     def machines(self) -> int:
@@ -106,34 +81,46 @@ class Job:
         return self.nodes + self.spares
 
     @property
+    def gpus(self) -> int:
+        """Return the number of GPUs that train."""
+        return self.nodes * self.plan.cluster.gpus_per_node
+
+    @property
     def replica_nodes(self) -> int:
         """Return the nodes of a model replica."""
         return self.nodes // self.sizes[-1]
 
+    @property
+    def survived(self) -> int:
+        """Return the number of lost nodes that the state survives."""
+        return losses_survived(shards.settings_of(self.plan))
+
     # Seconds.
 
     def rebuild(self, nodes: float) -> float:
-        """Connect all communicators."""
-        known = (self.values["rebuild_16k"], self.values["rebuild_98k"])
-        grown = _power_law(nodes * self.gpus_per_node, (16_384, 98_304), known)
-        return self.values["rebuild"] + grown
+        """Connect all communicators of ``nodes`` nodes."""
+        v, gpus = self.values, nodes * self.plan.cluster.gpus_per_node
+        published = (v["rebuild_16k"], v["rebuild_98k"])
+        return v["rebuild"] + _power_law(gpus, (16_384, 98_304), published)
 
     @property
     def decide(self) -> float:
         """Return the seconds from a detected loss until all agents know the record."""
-        known = (self.values["decide_64"], self.values["decide_4096"])
-        return _power_law(self.nodes, (64, 4096), known)
-
-    @property
-    def restore(self) -> float:
-        """Return the seconds of fetching, checking and loading the state of a lost node."""
-        shard = self.node_bytes / self.gpus_per_node / GIGA
-        return self.node_bytes / GIGA / self.nic_gb_s + shard / self.checksum_gb_s + self.copy
+        v = self.values
+        return _power_law(self.nodes, (64, 4096), (v["decide_64"], v["decide_4096"]))
 
     @property
     def copy(self) -> float:
         """Return the seconds of copying the state of each device to host memory, or back."""
-        return self.node_bytes / self.gpus_per_node / GIGA / self.pcie_gb_s
+        cluster = self.plan.cluster
+        return self.node_bytes / cluster.gpus_per_node / GIGA / cluster.pcie_gb_s
+
+    @property
+    def restore(self) -> float:
+        """Return the seconds of fetching, checking and loading the state of a lost node."""
+        cluster, giga = self.plan.cluster, self.node_bytes / GIGA
+        checked = giga / cluster.gpus_per_node / cluster.checksum_gb_s
+        return giga / cluster.nic_gb_s + checked + self.copy
 
     @property
     def save(self) -> float:
@@ -142,7 +129,8 @@ class Job:
 
     def detect(self, sign: str) -> float:
         """Return the seconds until a failure is known."""
-        hang = min(self.values["hang_limit"], max(20.0, 2.5 * self.step_seconds))
+        steps = max(20.0, 2.5 * self.timing.step_seconds)
+        hang = min(self.values["hang_limit"], steps)
         return {NODE: self.values["silence"], HANG: hang}.get(sign, 0.0)
 
     @property
@@ -152,66 +140,48 @@ class Job:
 
     def swap(self, sign: str) -> float:
         """Return the seconds of a hot swap, or of a restart in place."""
-        adopt = {NODE: self.values["build"], WRONG: 0.0}.get(sign, self.values["start"])
-        return self.detect(sign) + self.values["close"] + self.decide + adopt + self.opening
+        v = self.values
+        adopt = {NODE: v["build"], WRONG: 0.0}.get(sign, v["start"])
+        return self.detect(sign) + v["close"] + self.decide + adopt + self.opening
 
     @property
     def others_stall(self) -> float:
         """Return for how long other replicas stand still when one leaves (FT-HSDP)."""
-        gpus = self.nodes * self.gpus_per_node
-        return self.values["others_stall"] + self.values["others_98k"] * gpus / 98_304
+        return self.values["others_stall"] + self.values["others_98k"] * self.gpus / 98_304
 
     @property
     def change(self) -> float:
         """Return the seconds of a change of size: all members build, and two old parts are fetched
         for each new part."""
-        fixed = self.values["close"] + self.decide + self.values["build"]
-        return fixed + self.opening + self.restore
-
-    @property
-    def elastic_wait(self) -> float:
-        """Return how long a run waits for a spare before it shrinks (--deadpool-elastic-wait)."""
-        return 2 * self.change
-
-    @property
-    def spare_timeout(self) -> float:
-        """Return how long a run of one size waits for a spare before it ends with a dump."""
-        return _SPARE_TIMEOUT
-
-    @property
-    def settle(self) -> float:
-        """Return how long a larger size has to fit before the run grows."""
-        return _SETTLE
+        return self.swap(NODE) - self.detect(NODE) + self.restore
 
     @property
     def pair_loss_mtbf(self) -> float:
         """Return the mean seconds between losses of state, if one loss is survived."""
-        per_second = 1 / (self.failure_hours * HOUR)
-        exposed = self.swap(NODE) + self.reprotect_seconds
-        pairs = self.nodes * per_second * self.partners * per_second * exposed
-        return 1 / pairs if pairs else math.inf
+        mtbf = self.plan.cluster.failure_hours * hazards.HOUR
+        exposed = self.swap(NODE) + self.timing.paced_ship_seconds
+        return mtbf**2 / (self.nodes * self.partners * exposed)
 
 
 def best_interval(cost: float, mtbf: float) -> float:
     """Return Daly's interval between checkpoints that cost ``cost`` seconds each (FGCS 2006, his
     higher-order estimate); Young's is its first term."""
-    if cost >= 2 * mtbf:
-        return mtbf
     ratio = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+    best = math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+    return best if ratio < 1 else mtbf
 
 
 def useful_fraction(interval: float, cost: float, stall: float, mtbf: float) -> float:
     """Return the share of useful time with exponential failures, also during saves and stalls, and
     with a spare for each (Daly's exact expression)."""
-    exponent = (interval + cost) / mtbf
-    return interval / (mtbf * math.exp(stall / mtbf) * math.expm1(exponent)) if mtbf else 0.0
+    return interval / (mtbf * math.exp(stall / mtbf) * math.expm1((interval + cost) / mtbf))
 
 
 def _power_law(at: float, places: tuple[float, float], values: tuple[float, float]) -> float:
-    if not all(values):
-        return max(values)
-    exponent = math.log(values[1] / values[0]) / math.log(places[1] / places[0])
+    """Return the value at ``at`` of the power law through two points; constant if one is 0."""
+    exponent = 0.0
+    if all(values):
+        exponent = math.log(values[1] / values[0]) / math.log(places[1] / places[0])
     return float(values[0] * (at / places[0]) ** exponent)
 
 
@@ -225,6 +195,3 @@ def _partners(placement: Placement) -> float:
         for node in nodes:
             shared[node] |= nodes - {node}
     return sum(map(len, shared.values())) / max(1, len(shared))
-
-
-SIGNS = (NODE, PROCESS, HANG, WRONG)

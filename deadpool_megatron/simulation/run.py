@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deadpool_megatron.simulation.hazards import NODE, WRONG, Failure, Trace
-from deadpool_megatron.simulation.job import SIGNS, Job, best_interval
+from deadpool_megatron.simulation.job import SETTLE, SIGNS, SPARE_TIMEOUT, Job, best_interval
 
 
 class Policy(NamedTuple):
@@ -70,46 +70,36 @@ class Outcome:
 def policies(job: Job, per_second: float) -> list[Policy]:
     """Return all ways to recover, for failures of a node at this rate. Intervals are the best."""
     mtbf, value = 1 / (per_second * job.nodes), job.values
-    sync = best_interval(job.save, mtbf)
-    # A checkpoint in the background stops training for the copy; the next begins when it is whole.
-    background = max(job.save, best_interval(job.copy, mtbf))
-    requeue = {sign: job.detect(sign) + value["restart"] for sign in SIGNS}
-    in_job = {
-        sign: job.detect(sign) + value["start"] + job.rebuild(job.nodes) + job.save + value["sync"]
-        for sign in SIGNS
-    }
+    step, every = job.timing.step_seconds, job.plan.protection.cadence
+    # A generation that leaves a node costs the same, for other nodes or for storage.
+    moved = value["overhead"] * step
+    sync, cost = best_interval(job.save, mtbf), job.copy + moved
+    background = max(job.save, best_interval(cost, mtbf))
+    saved = background / (background + cost), background, job.save
+    cadence = max(1, round(best_interval(moved, mtbf) / step))
+
+    def stalls(seconds: float) -> dict[str, float]:
+        return {sign: job.detect(sign) + seconds for sign in SIGNS}
+
+    def hot(name: str, every: int, change: float) -> Policy:
+        speed, late = 1 / (1 + moved / step / every), math.inf if change else SPARE_TIMEOUT
+        times = every * step, job.timing.commit_seconds
+        swaps = {sign: job.swap(sign) for sign in SIGNS}
+        return Policy(name, speed, swaps, *times, True, late, value["restart"], change)
+
+    requeue = stalls(value["restart"])
+    in_job = stalls(value["start"] + job.rebuild(job.nodes) + job.save + value["sync"])
     alone = job.rebuild(job.replica_nodes) + value["start"] + job.restore
-    hot = Policy(
-        "hot swap",
-        1 / (1 + value["overhead"]),
-        {sign: job.swap(sign) for sign in SIGNS},
-        job.step_seconds,
-        job.commit_seconds,
-        is_hot=True,
-        late_after=job.spare_timeout,
-        late=value["restart"],
-    )
+    torchft, others = stalls(value["torchft_stall"]), stalls(job.others_stall)
     return [
         Policy("restart, sync", sync / (sync + job.save), requeue, sync + job.save, 0.0),
-        Policy("restart, async", 1 - job.copy / background, requeue, background, job.save),
-        Policy("in-job restart", 1 - job.copy / background, in_job, background, job.save),
-        Policy(
-            "fewer replicas",
-            1.0,
-            {sign: max(job.detect(sign), value["torchft_stall"]) for sign in SIGNS},
-            *(job.step_seconds, 0.0),
-            offline=alone,
-            rejoin=job.restore,
-        ),
-        Policy(
-            "others continue",
-            1.0,
-            {sign: job.detect(sign) + job.others_stall for sign in SIGNS},
-            *(job.step_seconds, 0.0),
-            offline=alone,
-        ),
-        hot,
-        hot._replace(name="hot swap, elastic", change=job.change, late_after=math.inf),
+        Policy("restart, async", saved[0], requeue, *saved[1:]),
+        Policy("in-job restart", saved[0], in_job, *saved[1:]),
+        Policy("fewer replicas", 1.0, torchft, step, 0.0, offline=alone, rejoin=job.restore),
+        Policy("others continue", 1.0, others, step, 0.0, offline=alone),
+        hot("hot swap", every, 0.0),
+        hot("hot swap, elastic", every, job.change),
+        hot("the same, best cadence", cadence, job.change),
     ]
 
 
@@ -175,8 +165,7 @@ class _Run:
         policy, trained = self.policy, self.now - self.resume
         if trained <= 0:
             return 0.0
-        slower = self.full / self.size if policy.interval == self.job.step_seconds else 1.0
-        interval = policy.interval * slower
+        interval = policy.interval * (self.full / self.size if policy.change else 1.0)
         whole = max(0.0, (trained - policy.delay) // interval) * interval
         return trained - whole
 
@@ -191,11 +180,10 @@ class _Run:
                 self._leave(node, ready)
             return
         replica = self.seats[node]
+        if is_away:
+            self.missing.append(self.seats.pop(node))
+            self._leave(node, ready)
         if replica in self.out:  # the others do not notice
-            if is_away:
-                del self.seats[node]
-                self.missing.append(replica)
-                self._leave(node, ready)
             self._stop_replica(replica)
             return
         lost = self._lost()
@@ -205,20 +193,14 @@ class _Run:
             self.began = self.now if self.began is None else self.began
             self.outcome.lost.append(lost)
         self._account(self.now, lost)
-        if is_away:
-            del self.seats[node]
-            self.missing.append(replica)
-            self._leave(node, ready)
         stall = self.policy.stalls[failure.sign] + self._state_loss(is_away)
         if self.policy.offline:
             self._stop_replica(replica)
             self._stall(stall if self.size else math.inf)
-            return
-        self._fill()
-        if self.missing:
-            self._wait()
-        else:
+        elif self._fill():
             self._stall(stall)
+        else:
+            self._wait()
 
     def _leave(self, node: int, seconds: float) -> None:
         self.back[node] = self.now + seconds
@@ -226,7 +208,7 @@ class _Run:
 
     def _stall(self, seconds: float) -> None:
         self.resume = self.now + seconds
-        self.safe_at = self.resume + self.job.reprotect_seconds
+        self.safe_at = self.resume + self.job.timing.paced_ship_seconds
 
     def _state_loss(self, is_away: bool) -> float:
         """Return the seconds for a return to a checkpoint, if this loss leaves no copy of some
@@ -234,7 +216,8 @@ class _Run:
         job = self.job
         if self.now >= self.safe_at:
             self.exposed.clear()
-        if not self.policy.is_hot or not is_away:
+        is_saved = self.resume == math.inf and self.now - self.since > self.policy.late_after
+        if not self.policy.is_hot or not is_away or is_saved:
             return 0.0
         # Nodes of a domain that fail together hold no copies of each other.
         others = sum(at < self.now for at in self.exposed)
@@ -257,16 +240,18 @@ class _Run:
 
     # Nodes that are missing, or come back.
 
-    def _fill(self) -> None:
+    def _fill(self) -> bool:
+        """Give spares the missing seats; return whether none is missing any more."""
         while self.missing and self.idle:
             self.seats[self.idle.pop(0)] = self.missing.pop(0)
+        return not self.missing
 
     def _wait(self) -> None:
         if self.resume != math.inf:
             self.resume = self.safe_at = math.inf
             self.since = self.now
         if self.policy.change:
-            self._after(self.job.elastic_wait, "_shrink")
+            self._after(2 * self.job.change, "_shrink")
 
     def _return(self, node: int) -> None:
         """A node is repaired, and warm."""
@@ -280,39 +265,37 @@ class _Run:
             for replica in sorted(waiting - {*self.missing}):
                 self._stop_replica(replica)
         elif self.missing:
-            self._fill()
-            if not self.missing:
+            if self._fill():
                 is_late = self.now - self.since > self.policy.late_after
                 self.outcome.ends["no node in time: dump, and a new job"] += is_late
                 self._stall(self.policy.late if is_late else self.policy.stalls[NODE])
         elif self.size < self.full and self.policy.change:
-            self._after(self.job.settle, "_grow")
+            self._after(SETTLE, "_grow")
 
     def _fitting(self) -> int:
         nodes = (len(self.seats) + len(self.idle)) // self.job.replica_nodes
         return max((size for size in self.job.sizes if size <= nodes), default=0)
 
     def _shrink(self, _: int) -> None:
-        is_over = self.now - self.since >= self.job.elastic_wait - 1e-6
+        is_over = self.now - self.since >= 2 * self.job.change - 1e-6
         if self.missing and is_over and (size := self._fitting()):
             self._resize(size)
 
     def _grow(self, _: int) -> None:
         if self.missing or self.now < self.resume:
-            self._after(self.job.settle, "_grow")
+            self._after(SETTLE, "_grow")
         elif (size := self._fitting()) > self.size:
             self._account(self.now)
             self.began = self.now
             self._resize(size)
 
     def _resize(self, size: int) -> None:
-        nodes = [*self.seats, *self.idle]
-        count = size * self.job.replica_nodes
+        nodes, count = [*self.seats, *self.idle], size * self.job.replica_nodes
         self.seats = dict.fromkeys(nodes[:count], 0)
         self.idle, self.missing, self.size = nodes[count:], [], size
         self._stall(self.policy.change)
         if size < self.full:
-            self._after(self.job.settle + self.policy.change, "_grow")
+            self._after(SETTLE + self.policy.change, "_grow")
 
     # Replicas that fail alone.
 

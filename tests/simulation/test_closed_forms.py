@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from deadpool_megatron.planning.availability import training_share
-from deadpool_megatron.simulation.hazards import DAY, HOUR, Hazards, Trace, kinds, rates
+from deadpool_megatron.simulation.hazards import DAY, HOUR, KINDS, RATES, Hazards, Trace
 from deadpool_megatron.simulation.job import SIGNS, best_interval, useful_fraction
 from deadpool_megatron.simulation.run import Policy, policies, simulate
 from tests.simulation.jobs import plan_65b
@@ -46,10 +46,10 @@ def test_spares_are_the_binomial_share(spares, elastic):
     """Without the seconds of a recovery the share of training time is that of live nodes."""
     instant = dict.fromkeys(plan_65b().values, 0.0) | {"persist": 1e9}
     job = replace(plan_65b(), spares=spares, values=instant, partners=0.0)
-    job = replace(job, step_seconds=1e-3, commit_seconds=0.0, sizes=(4, 6, 7, 8))
+    job = replace(job, sizes=(4, 6, 7, 8))
     change = 1e-3 if elastic else 0.0
     policy = Policy("hot", 1.0, dict.fromkeys(SIGNS, 0.0), 1e-3, 0.0, True, change=change)
-    failing = sum(count for count, sign in kinds().values() if sign == "node") / 419
+    failing = sum(count for count, sign in KINDS.values() if sign == "node") / 419
     hazards = Hazards(24 / 1000 / failing, 24.0)
     found = mean_ettr(job, policy, hazards, job.machines, 300, 12)
     live = 1000 / 1024
@@ -59,9 +59,9 @@ def test_spares_are_the_binomial_share(spares, elastic):
 
 
 def test_state_is_lost_as_often_as_pairs_fail_together():
-    job = plan_65b("cluster.spares=60")
+    job = plan_65b("cluster.spares=60", f"cluster.failure_hours={48 * 419 / 335}")
     hazards = Hazards(0.5, 1.0)
-    job = replace(job, partners=40.0, failure_hours=48.0 * 419 / 335)
+    job = replace(job, partners=40.0)
     hot = next(each for each in policies(job, 0.5 / DAY) if each.name == "hot swap")
     traces = [hazards.trace(f"pairs {n}", job.machines, 60) for n in range(10)]
     runs = [simulate(job, hot, trace, str(n)) for n, trace in enumerate(traces)]
@@ -75,9 +75,9 @@ def test_state_is_lost_as_often_as_pairs_fail_together():
 @pytest.mark.parametrize("shape", [0.7, 1.0, 1.5])
 @pytest.mark.parametrize("lemons", [(0.0, 1.0), (0.05, 10.0)])
 def test_traces_have_the_rate_and_the_mix(shape, lemons):
-    hazards = Hazards(rates()["rsc-1"] / 1000, 1e-6, shape, *lemons)
+    hazards = Hazards(RATES["rsc-1"] / 1000, 1e-6, shape, *lemons)
     trace = hazards.trace("rate", 2000, 90)
-    expected = rates()["rsc-1"] * 2 * 90
+    expected = RATES["rsc-1"] * 2 * 90
     assert len(trace.failures) == pytest.approx(expected, rel=0.13)
     hangs = sum(failure.sign == "hang" for failure in trace.failures)
     assert hangs == pytest.approx(expected * 24 / 419, rel=0.35)
@@ -85,9 +85,9 @@ def test_traces_have_the_rate_and_the_mix(shape, lemons):
 
 
 def test_llama_3_had_419_interruptions():
-    assert sum(count for count, _ in kinds().values()) == 419
+    assert sum(count for count, _ in KINDS.values()) == 419
     per_1000_node_days = 419 / 54 / (16_384 / 8) * 1000
-    assert rates()["llama-3"] == pytest.approx(per_1000_node_days, abs=0.005)
+    assert RATES["llama-3"] == pytest.approx(per_1000_node_days, abs=0.005)
 
 
 def test_a_domain_fails_as_a_whole():
@@ -120,7 +120,7 @@ def test_nothing_is_lost_without_failures():
 def test_no_policy_gains_more_than_the_time_there_is():
     draw = random.Random("bounds")
     for number in range(30):
-        job = plan_65b().assuming(rebuild=draw.uniform(1, 120), persist=600.0)
+        job = plan_65b().assuming("rebuild", draw.uniform(1, 120)).assuming("persist", 600.0)
         trace = job.hazards(draw.uniform(1, 2000)).trace(str(number), job.machines, 5)
         for policy in policies(job, 1e-5):
             run = simulate(job, policy, trace, str(number))

@@ -56,14 +56,19 @@ _NODE_ROWS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = _EPILOGUE.format(keys="\n".join(_keys()))
+    add_plan_arguments(parser)
+    text = "a run that has measured steps and recoveries"
+    parser.add_argument("--run", type=Path, metavar="DIR", help=text)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a plan."""
     add = parser.add_argument
     add("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")
     text = "file of arguments of a Megatron-LM script: model, split and batch, unless FILE has"
     text += " them; without FILE, assumptions about the cluster, which are printed"
     add("--args", type=Path, metavar="ARGS", help=text)
     add("--nodes", type=int, metavar="N", help="with --args: nodes that train")
-    text = "a run that has measured steps and recoveries"
-    add("--run", type=Path, metavar="DIR", help=text)
     text = "override a value of the file; may be repeated"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
     add("--json", action="store_true", help="one JSON object instead of text")
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     name = str(args.file or args.args)
     try:
         story = None if args.run is None else read_story(args.run)
-        plan = read_plan(args.file, [*args.set, *_overrides(story)], _arg_sections(args))
+        plan = read_plan(args.file, [*args.set, *_overrides(story)], arg_sections(args))
         try:
             assessment = assess(plan)
         except PlanError as error:
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"ok": False, "error": str(error)}))
         raise CommandError(str(error)) from error
     swap, source = _swap(story)
-    tokens = [] if args.args is None else args.args.read_text("utf-8").split()
+    tokens = tokens_of(args)
     gpus = plan.cluster.nodes * plan.cluster.gpus_per_node, plan.cluster.gpus_per_node
     replicas = sizes_of_command(tokens, *gpus, plan.protection.scheme).replicas if tokens else ()
     shares = _training_shares(plan, replicas)
@@ -103,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _arg_sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def tokens_of(args: argparse.Namespace) -> list[str]:
+    """Return the words of the file of ``--args``, none without it."""
+    return [] if args.args is None else args.args.read_text("utf-8").split()
+
+
+def arg_sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the sections of a plan that ``--args`` and ``--nodes`` give. Raises PlanError for a
     combination of options without a meaning, or if the file cannot be read."""
     if args.args is None and args.nodes is not None:
