@@ -26,7 +26,7 @@ _TABLES = tomllib.loads(Path(__file__).with_name("constants.toml").read_text("ut
 #: failures of a node in 1,000 days, by the name of the cluster
 RATES: Mapping[str, float] = _TABLES["rates"]
 #: kind of failure -> its count in Llama 3's run, and its sign
-KINDS: Mapping[str, tuple[int, str]] = _TABLES["kinds"]
+KINDS = {k: (n, sign) for sign, table in _TABLES["kinds"].items() for k, n in table.items()}
 #: name -> value, lowest, highest, kind of evidence, source
 CONSTANTS: Mapping[str, tuple[float, float, float, str, str]] = _TABLES["constants"]
 
@@ -71,9 +71,6 @@ class Hazards:
         """Draw the failures of ``nodes`` nodes."""
         end, counts = days * DAY, [count for count, _ in KINDS.values()]
         base = self.per_node_day / (1 + self.lemon_share * (self.lemon_factor - 1))
-        neighbours: dict[int, list[int]] = {}
-        for node, domain in enumerate(self.domains):
-            neighbours.setdefault(domain, []).append(node)
         found = []
         for node in range(nodes):
             draw = random.Random(f"{seed} {node}")
@@ -86,8 +83,9 @@ class Hazards:
                 kind = draw.choices([*KINDS], counts)[0]
                 sign, away = KINDS[kind][1], draw.expovariate(1 / (self.repair_hours * HOUR))
                 back = at + away if sign == NODE else at
-                whole = kind == "switch-or-cable" and draw.random() < self.domain_share
-                struck = neighbours[self.domains[node]] if whole and self.domains else [node]
+                struck = [node]
+                if kind == "switch-or-cable" and draw.random() < self.domain_share:
+                    struck = [n for n, d in enumerate(self.domains) if d == self.domains[node]]
                 found += [Failure(at, each, kind, sign, back) for each in struck if at >= 0]
                 at = back + draw.weibullvariate(scale, self.shape)
         return Trace(nodes, end, tuple(sorted(found)))

@@ -24,13 +24,15 @@ SPARE_TIMEOUT, SETTLE = 300.0, 300.0
 class Job:
     """A job on ``nodes`` nodes and ``spares``. ``sizes``: possible numbers of model replicas, the
     full number last. ``node_bytes``: unique state of a node. ``partners``: the number of nodes
-    whose loss, soon after that of a node, loses state if one loss is survived. ``domains``: failure
-    domain of each node. ``values``: the constants in use (constants.toml)."""
+    whose loss, soon after that of a node, loses state if one loss is survived; ``survived``: the
+    losses that state survives. ``domains``: failure domain of each node. ``values``: the constants
+    in use (constants.toml)."""
 
     plan: Plan
     timing: Timing
     node_bytes: float
     partners: float
+    survived: int
     sizes: Sequence[int]
     nodes: int
     spares: int
@@ -46,10 +48,14 @@ class Job:
             text = f"--assume {min(unknown)}: there are {', '.join(values)}"
             raise hazards.SimulationError(text)
         plan, placement = assessment.plan, assessment.placement
+        # Several replicas on a node leave together.
+        share = max(1, sizes[-1] // plan.cluster.nodes)
+        sizes = sorted({size // share for size in sizes})
         names = [name for _, name in sorted(placement.topology.domains.items())]
         domains = tuple(map(sorted(set(names)).index, names))
         node_bytes, cluster = assessment.busiest("unique_bytes")[1], plan.cluster
-        shared = (_partners(placement), sizes, cluster.nodes, cluster.spares, domains)
+        survived = losses_survived(shards.settings_of(plan))
+        shared = (_partners(placement), survived, sizes, cluster.nodes, cluster.spares, domains)
         return Job(plan, assessment.timing, node_bytes, *shared, {**values, **assumed})
 
     def resized(self, nodes: int, spares: int) -> Job:
@@ -90,11 +96,6 @@ class Job:
         """Return the nodes of a model replica."""
         return self.nodes // self.sizes[-1]
 
-    @property
-    def survived(self) -> int:
-        """Return the number of lost nodes that the state survives."""
-        return losses_survived(shards.settings_of(self.plan))
-
     # Seconds.
 
     def rebuild(self, nodes: float) -> float:
@@ -129,8 +130,7 @@ class Job:
 
     def detect(self, sign: str) -> float:
         """Return the seconds until a failure is known."""
-        steps = max(20.0, 2.5 * self.timing.step_seconds)
-        hang = min(self.values["hang_limit"], steps)
+        hang = min(self.values["hang_limit"], max(20.0, 2.5 * self.timing.step_seconds))
         return {NODE: self.values["silence"], HANG: hang}.get(sign, 0.0)
 
     @property
@@ -143,11 +143,6 @@ class Job:
         v = self.values
         adopt = {NODE: v["build"], WRONG: 0.0}.get(sign, v["start"])
         return self.detect(sign) + v["close"] + self.decide + adopt + self.opening
-
-    @property
-    def others_stall(self) -> float:
-        """Return for how long other replicas stand still when one leaves (FT-HSDP)."""
-        return self.values["others_stall"] + self.values["others_98k"] * self.gpus / 98_304
 
     @property
     def change(self) -> float:
@@ -178,7 +173,7 @@ def useful_fraction(interval: float, cost: float, stall: float, mtbf: float) -> 
 
 
 def _power_law(at: float, places: tuple[float, float], values: tuple[float, float]) -> float:
-    """Return the value at ``at`` of the power law through two points; constant if one is 0."""
+    """Return the value at ``at`` of the power law through two points; constant if a value is 0."""
     exponent = 0.0
     if all(values):
         exponent = math.log(values[1] / values[0]) / math.log(places[1] / places[0])

@@ -90,7 +90,8 @@ def policies(job: Job, per_second: float) -> list[Policy]:
     requeue = stalls(value["restart"])
     in_job = stalls(value["start"] + job.rebuild(job.nodes) + job.save + value["sync"])
     alone = job.rebuild(job.replica_nodes) + value["start"] + job.restore
-    torchft, others = stalls(value["torchft_stall"]), stalls(job.others_stall)
+    torchft = stalls(value["torchft_stall"])
+    others = stalls(value["others_stall"] + value["others_98k"] * job.gpus / 98_304)
     return [
         Policy("restart, sync", sync / (sync + job.save), requeue, sync + job.save, 0.0),
         Policy("restart, async", saved[0], requeue, *saved[1:]),
@@ -162,12 +163,9 @@ class _Run:
 
     def _lost(self) -> float:
         """Return the seconds of training since the newest complete state."""
-        policy, trained = self.policy, self.now - self.resume
-        if trained <= 0:
-            return 0.0
+        policy, trained = self.policy, max(0.0, self.now - self.resume)
         interval = policy.interval * (self.full / self.size if policy.change else 1.0)
-        whole = max(0.0, (trained - policy.delay) // interval) * interval
-        return trained - whole
+        return trained - max(0.0, (trained - policy.delay) // interval) * interval
 
     # Failures.
 
@@ -188,7 +186,7 @@ class _Run:
             return
         lost = self._lost()
         if failure.sign == WRONG:  # seen an iteration later
-            lost = min(lost + self.policy.interval, max(0.0, self.now - self.resume))
+            lost = max(0.0, min(lost + self.policy.interval, self.now - self.resume))
         if self.now >= self.resume:
             self.began = self.now if self.began is None else self.began
             self.outcome.lost.append(lost)
@@ -200,7 +198,11 @@ class _Run:
         elif self._fill():
             self._stall(stall)
         else:
-            self._wait()
+            if self.resume != math.inf:
+                self.resume = self.safe_at = math.inf
+                self.since = self.now
+            if self.policy.change:
+                self._after(2 * self.job.change, "_shrink")
 
     def _leave(self, node: int, seconds: float) -> None:
         self.back[node] = self.now + seconds
@@ -245,13 +247,6 @@ class _Run:
         while self.missing and self.idle:
             self.seats[self.idle.pop(0)] = self.missing.pop(0)
         return not self.missing
-
-    def _wait(self) -> None:
-        if self.resume != math.inf:
-            self.resume = self.safe_at = math.inf
-            self.since = self.now
-        if self.policy.change:
-            self._after(2 * self.job.change, "_shrink")
 
     def _return(self, node: int) -> None:
         """A node is repaired, and warm."""

@@ -20,7 +20,6 @@ from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import keep_lineages
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.simulation.exact import next_deadline
 from tests.common.event_schema import check_event
 from tests.simulated.agents import REFUSAL, Agents, Node
 from tests.simulated.clock import Channel, Clock
@@ -50,6 +49,27 @@ class Shape(NamedTuple):
             scheme |= {"elastic_wait": "60", "settle_seconds": 50.0}
         settings = Settings(copies=self.replicas, restarts_in_place=10_000, **scheme)
         return states.Config(self.nodes, self.spares, self.nproc, settings, "/dump")
+
+
+def next_deadline(state: states.State, config: states.Config) -> float:
+    """Return the earliest time at which a tick can change anything."""
+    settings, doing, fleet = config.settings, state.phase_state, state.fleet
+    times = [doing.deadline] if doing.deadline is not None else []
+    if isinstance(doing, states.Bootstrapping):
+        times.append(doing.deadline - settings.start_seconds + settings.connect_seconds)
+    if isinstance(doing, states.TakingOver) and config.restarted:
+        began = doing.deadline - settings.start_seconds
+        times += [began + settings.connect_seconds, began + settings.rejoin_seconds]
+    if state.blame.suspicion is not None:
+        times.append(state.blame.suspicion.until)
+    limits = dict.fromkeys(MemberStatus, settings.start_seconds)
+    limits |= {MemberStatus.KILLED: settings.close_seconds, MemberStatus.WARM: math.inf}
+    times += [
+        member.since + limits[member.status] + 1e-6
+        for place, member in fleet.members.items()
+        if member.status is MemberStatus.KILLED or place not in state.seats.role_by_place
+    ]
+    return min(times, default=math.inf) if state.phase is not Phase.ENDED else math.inf
 
 
 def knowledge(state: states.State) -> dict[str, object]:

@@ -24,8 +24,10 @@ from deadpool_megatron.planning import shards
 from deadpool_megatron.planning.assessment import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
 from deadpool_megatron.planning.availability import training_share
 from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
-from deadpool_megatron.planning.model_replicas import describe, sizes_of_command
+from deadpool_megatron.planning.model_replicas import Workload, describe, sizes_of_command
 from deadpool_megatron.planning.sections import SECTIONS, Plan, PlanError, read_plan
+from deadpool_megatron.simulation import answer as simulated
+from deadpool_megatron.simulation.job import Job
 
 _EPILOGUE = """\
 docs/planning.md explains each number, and the limits of the model.
@@ -102,6 +104,10 @@ def run(args: argparse.Namespace) -> int:
         print(describe(tokens, *gpus, plan.protection.scheme))
     if shares:
         print("\n".join(_availability(plan, shares)))
+    job = job_of(assessment, tokens, [])
+    found = simulated.traces(job, 0.0, 30.0, [f"0 {n}" for n in range(max(2, 1000 // job.nodes))])
+    rows = simulated.compare(job, found, 0.0)
+    print("", *simulated.sentences(job, rows, found, 0.0), sep="\n")
     if args.file is None:
         assumed = ", ".join(f"{key} {value}" for key, value in ASSUMED.items())
         print(f"assumed of the cluster (--set cluster.KEY=VALUE): {assumed}")
@@ -111,6 +117,22 @@ def run(args: argparse.Namespace) -> int:
 def tokens_of(args: argparse.Namespace) -> list[str]:
     """Return the words of the file of ``--args``, none without it."""
     return [] if args.args is None else args.args.read_text("utf-8").split()
+
+
+def job_of(assessment: Assessment, tokens: list[str], assumed: list[str]) -> Job:
+    """Return the job to simulate; ``assumed``: words NAME=VALUE. Raises CommandError, and
+    SimulationError for an unknown name."""
+    plan = assessment.plan
+    per_node = plan.cluster.gpus_per_node
+    sizes: Sequence[int] = Workload(plan.parallel.grid).possible(plan.parallel.dp, per_node)
+    if tokens:
+        gpus = plan.cluster.nodes * per_node
+        sizes = sizes_of_command(tokens, gpus, per_node, plan.protection.scheme).replicas
+    try:
+        values = {name: float(value) for name, _, value in (a.partition("=") for a in assumed)}
+    except ValueError as error:
+        raise CommandError(f"--assume: {error}; give NAME=VALUE") from error
+    return Job.of(assessment, sizes, values)
 
 
 def arg_sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -2,60 +2,52 @@
 
 Between failures no iteration is an event: what nodes hold follows from the time. At a failure each
 inventory, record, restore and wait is an input of the machine, after the seconds of its phase.
+
+    python -m tests.simulated.exact configs/65b.yaml --seeds 100 --out exact.jsonl
+
+runs hot swaps of `deadpool simulate` in this way, on its traces, beside its fast model. It first
+says how long that takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import gc
 import heapq
 import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.machine import actions as act, inputs as ev, state as states
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import MemberStatus, Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout import records as rec
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.ranks import SIZE_STEP, first_role
 from deadpool_megatron.layout.shard_map import ShardMap
 from deadpool_megatron.layout.sizes import Sizes
 from deadpool_megatron.planning import shards
-from deadpool_megatron.planning.sections import Plan
+from deadpool_megatron.planning.assessment import assess
+from deadpool_megatron.planning.model_replicas import Workload
+from deadpool_megatron.planning.sections import Plan, read_plan
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.simulation.hazards import HANG, NODE, PROCESS, Failure, Trace
 from deadpool_megatron.simulation.job import SPARE_TIMEOUT, Job
-from deadpool_megatron.simulation.run import Outcome
+from deadpool_megatron.simulation.run import Outcome, policies, simulate
+from tests.simulated.world import next_deadline
 
 _TICK_SECONDS = 0.1
 # Time, order, the machine that the call is for (None: any), call.
 _Due = tuple[float, int, Machine | None, Callable[[], object]]
 Place = tuple[int, int, int]  # node, local rank, incarnation
 _FORK_SECONDS = 0.3  # from an order to the first message of a forked process
-
-
-def next_deadline(state: states.State, config: states.Config) -> float:
-    """Return the earliest time at which a tick can change anything."""
-    settings, doing, fleet = config.settings, state.phase_state, state.fleet
-    times = [doing.deadline] if doing.deadline is not None else []
-    if isinstance(doing, states.Bootstrapping):
-        times.append(doing.deadline - settings.start_seconds + settings.connect_seconds)
-    if isinstance(doing, states.TakingOver) and config.restarted:
-        began = doing.deadline - settings.start_seconds
-        times += [began + settings.connect_seconds, began + settings.rejoin_seconds]
-    if state.blame.suspicion is not None:
-        times.append(state.blame.suspicion.until)
-    limits = dict.fromkeys(MemberStatus, settings.start_seconds)
-    limits |= {MemberStatus.KILLED: settings.close_seconds, MemberStatus.WARM: math.inf}
-    times += [
-        member.since + limits[member.status] + 1e-6
-        for place, member in fleet.members.items()
-        if member.status is MemberStatus.KILLED or place not in state.seats.role_by_place
-    ]
-    return min(times, default=math.inf) if state.phase is not Phase.ENDED else math.inf
 
 
 class Exact:
@@ -300,7 +292,7 @@ class Exact:
 
     def _stop(self, *, at_boundary: bool = False) -> None:
         """All roles stand still; note the generations that the nodes hold."""
-        if self.record is None or self.opened > self.now or self.stopped < self.now:
+        if self.record is None or self.opened > self.now or self.stopped <= self.now:
             return
         reached, record = self._reached(), self.record
         self.stopped = self.began = self.now
@@ -384,3 +376,56 @@ class Exact:
 
 def _place(seat: rec.Seat) -> Place:
     return seat.node, seat.local_rank, seat.incarnation
+
+
+def beside(plan: Plan, seeds: Iterable[int], days: float = 30.0) -> Iterator[dict[str, Any]]:
+    """Run both ways; yields a row for each seed and policy."""
+    full, nproc = plan.parallel.dp, plan.cluster.gpus_per_node
+    sizes = Workload(plan.parallel.grid).possible(full, nproc)
+    job = Job.of(assess(plan), sizes, {})
+    ways = {policy.name: policy for policy in policies(job, 1e-6)}
+    for number in seeds:
+        trace = job.hazards(0.0).trace(f"0 {number}", job.machines, days)
+        for name in ("hot swap", "hot swap, elastic"):
+            began = time.process_time()
+            exact = Exact(plan, job, trace, str(number), elastic=name != "hot swap").play()
+            row: dict[str, Any] = {"seed": number, "policy": name, "failures": len(trace.failures)}
+            row["cpu_seconds"] = round(time.process_time() - began, 2)
+            fast = simulate(job, ways[name], trace, str(number))
+            for model, run in (("exact", exact), ("fast", fast)):
+                row[model] = {
+                    "ettr": round(run.ettr, 6),
+                    "interruptions": len(run.recoveries),
+                    "waited": round(run.waited),
+                    "reduced": round(run.reduced),
+                    "lost": round(sum(run.lost), 1),
+                    "ends": dict(run.ends),
+                }
+            yield row
+            gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--days", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, required=True, help="rows are added to it")
+    args = parser.parse_args()
+    gc.disable()  # it would look at all agents again and again
+    plan = read_plan(args.file, args.set)
+    nodes = plan.cluster.nodes
+    failures = 24 / plan.cluster.failure_hours * args.days * nodes
+    seconds = 2 * args.seeds * (failures * 1e-3 * nodes + 1.5e-5 * nodes**2)
+    print(f"about {seconds / 60:.1f} minutes of one processor", flush=True)
+    for row in beside(plan, range(args.first, args.first + args.seeds), args.days):
+        done = row["seed"] + 1 - args.first
+        print(f"\r[{'#' * (40 * done // args.seeds):40}] {done}", end="", flush=True)
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
