@@ -1,12 +1,12 @@
 """A run by the coordinator's own state machine and planner, with all agents in bulk.
 
-Between failures no iteration is an event: what nodes hold follows from the time. At a failure each
+Between failures no iteration is an event: the memory of nodes follows from the time. At a failure each
 inventory, record, restore and wait is an input of the machine, after the seconds of its phase.
 
     python -m tests.simulated.exact configs/65b.yaml --seeds 100 --out exact.jsonl
 
-runs hot swaps of `deadpool simulate` in this way, on its traces, beside its fast model. It first
-says how long that takes.
+runs hot swaps of `deadpool simulate` in this way, on its traces, and its fast model, too. It first
+prints how long that takes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Exact:
     # Jobs.
 
     def _begin(self, start: rec.Restore) -> None:
-        """Start a job on the machines in service; the very first one costs no time."""
+        """Start a job on the machines in service; the first costs no time."""
         nodes, nproc = self.job.nodes, self.plan.cluster.gpus_per_node
         spares = max(0, len(self.up) - nodes)
         self.config = states.Config(nodes, spares, nproc, self.settings, "/dump", start)
@@ -301,7 +301,7 @@ class Exact:
         committed = max(self.first, reached - is_late)
         own, copied = self._generations(reached), self._generations(committed)
         is_safe = self.now >= self.safe_at
-        if is_safe:  # what vaults held for earlier epochs is given back
+        if is_safe:  # vaults give back the rest
             self.held = {node: {} for node in self.held}
         for role, seat in record.seats.items():
             self.held[seat.node][role] = own

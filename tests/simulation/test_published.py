@@ -61,10 +61,10 @@ def test_half_of_a_soak_predicts_the_other(name, differences):
     first = [fault for fault in faults if fault["at_seconds"] < half]
     second = [fault for fault in faults if fault["at_seconds"] >= half]
     weighed, measured = predicted(first, second, 4), [fault["seconds"] for fault in second]
-    for share, most in zip((0.5, 0.95, 0.99), differences, strict=True):
+    for share, limit in zip((0.5, 0.95, 0.99), differences, strict=True):
         found, real = quantile(weighed, share), quantile(measured, share)
         print(f"{name} p{share:.0%}: {found:.2f} s, measured {real:.2f}: {found / real - 1:+.0%}")
-        assert found / real - 1 == pytest.approx(0, abs=most)
+        assert found / real - 1 == pytest.approx(0, abs=limit)
 
 
 @pytest.mark.parametrize("name", ["peers-cpu", "peers-node-cpu"])

@@ -16,7 +16,7 @@ def simulated(capsys, *options):
     return capsys.readouterr().out
 
 
-def test_the_shipped_plan_is_answered_in_words(capsys):
+def test_the_shipped_plan_is_answered(capsys):
     text = simulated(capsys)
     for name in ("restart, sync", "in-job restart", "others continue", "hot swap, elastic"):
         assert name in text
