@@ -59,7 +59,7 @@ class Exact:
         self.sizes = Sizes(grid.ranks, tuple(job.sizes if elastic else job.sizes[-1:]), grid=grid)
         self.layouts, self.parts = dict[int, rec.RoleLayout](), dict[int, frozenset[str]]()
         self.settings = Settings(
-            replicas=job.survived,
+            copies=job.survived,
             elastic="auto" if elastic else "off",
             elastic_wait=f"{min(2 * job.change, SPARE_TIMEOUT):.3f}",
             spare_timeout_seconds=SPARE_TIMEOUT,
