@@ -27,7 +27,7 @@ STEPS = sum(map(len, (*_SWEPT.values(), _SWEPT["rebuild"], _GPUS))) + 6
 
 
 def traces(job: Job, rate: float, days: float, seeds: Sequence[str]) -> list[Trace]:
-    """Draw a trace for each seed; ``rate``: failures of a node in 1,000 days; 0 means that of the plan."""
+    """Draw a trace for each seed. ``rate``: failures of a node in 1,000 days; 0: the plan's."""
     return [job.hazards(rate).trace(seed, job.machines, days) for seed in seeds]
 
 

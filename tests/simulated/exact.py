@@ -1,7 +1,7 @@
 """A run by the coordinator's own state machine and planner, with all agents in bulk.
 
-Between failures no iteration is an event: the memory of nodes follows from the time. At a failure each
-inventory, record, restore and wait is an input of the machine, after the seconds of its phase.
+Between failures no iteration is an event: the memory of nodes follows from the time. At a failure
+each inventory, record, restore and wait is an input of the machine, after its seconds.
 
     python -m tests.simulated.exact configs/65b.yaml --seeds 100 --out exact.jsonl
 
