@@ -20,7 +20,6 @@ import asyncio
 import functools
 import hashlib
 import hmac
-import math
 import socket
 import struct
 from collections.abc import Callable
@@ -33,7 +32,6 @@ from deadpool_megatron.wire import framing
 Buffer = bytes | bytearray | memoryview
 _HEADER = struct.Struct(">I")
 _NUMBER_AND_HEADER = struct.Struct(">QI")
-_TIMEVAL = struct.Struct("@ll")  # struct timeval
 _TAG_BYTES = 16
 _BULK = 1 << 31
 _MAX_BULK_BYTES = 1 << 20
@@ -141,11 +139,7 @@ class Unsealer:
 
 
 class RecordSocket(socket.socket):
-    """A blocking socket with records after :meth:`begin`. One thread at a time per direction.
-
-    The kernel limits the time without progress: with Python's own limit, each call would poll
-    first, and a reader of bulk bytes would return with each batch of packets, not each record.
-    """
+    """A blocking socket with records after :meth:`begin`. One thread at a time per direction."""
 
     _out: Direction | None = None
     _in: Direction | None = None
@@ -164,26 +158,19 @@ class RecordSocket(socket.socket):
         """Start the records after the handshake."""
         self._out, self._in = sending, receiving
 
-    def settimeout(self, value: float | None) -> None:
-        """See socket.socket; None for no limit."""
-        super().settimeout(None)
-        limit = _TIMEVAL.pack(*divmod(math.ceil(1e6 * (value or 0)), 1_000_000))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.setsockopt(socket.SOL_SOCKET, option, limit)
-
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Send the bytes in one or more records."""
         if self._out is None:
-            self._send(data, flags)
+            super().sendall(data, flags)
             return
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _MAX_BYTES):
-            self._send(self._out.seal(bytes(view[start : start + _MAX_BYTES])), flags)
+            super().sendall(self._out.seal(bytes(view[start : start + _MAX_BYTES])), flags)
 
     def send_bulk(self, view: memoryview) -> None:
         """Send raw bytes without a copy."""
         if self._out is None:
-            self._send(view)
+            super().sendall(view)
             return
         view = view.cast("B")
         for start in range(0, len(view), _MAX_BULK_BYTES):
@@ -191,14 +178,14 @@ class RecordSocket(socket.socket):
             header = len(piece) | _BULK
             # The tag is computed first, so that the kernel finds the bytes in the CPU's cache.
             tag = self._out.tag(header, piece)
-            self._send(_HEADER.pack(header), socket.MSG_MORE)
-            self._send(piece, socket.MSG_MORE)
-            self._send(tag)
+            super().sendall(_HEADER.pack(header), socket.MSG_MORE)
+            super().sendall(piece, socket.MSG_MORE)
+            super().sendall(tag)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receive bytes of verified records. Raises AlteredError."""
         if self._in is None:
-            return self._receive(memoryview(buffer)[: nbytes or None], flags)
+            return super().recv_into(buffer, nbytes, flags)
         target = memoryview(buffer).cast("B")
         target = target[: nbytes or len(target)]
         if not self._unread:
@@ -225,22 +212,10 @@ class RecordSocket(socket.socket):
         not show."""
         return len(self._unread)
 
-    def _send(self, data: Any, flags: int = 0) -> None:
-        try:
-            super().sendall(data, flags)
-        except BlockingIOError as error:
-            raise TimeoutError("timed out") from error
-
-    def _receive(self, target: memoryview, flags: int) -> int:
-        try:
-            return super().recv_into(target, 0, flags)
-        except BlockingIOError as error:
-            raise TimeoutError("timed out") from error
-
     def _fill(self, target: memoryview, *, at_boundary: bool = False) -> bool:
         filled = 0
         while filled < len(target):
-            count = self._receive(target[filled:], socket.MSG_WAITALL)
+            count = super().recv_into(target[filled:])
             if count == 0:
                 if at_boundary and not filled:
                     return False
