@@ -363,21 +363,21 @@ class Communicators(Observation):
         return made
 
     def _splits(
-        self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, waiters.Job]
-    ) -> list[waiters.Job]:
+        self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, waiters.BuildJob]
+    ) -> list[waiters.BuildJob]:
         """Return jobs that split WORLD's communicator, each with all ranks of WORLD; return
         ``jobs`` unchanged if the ranks do not all know the same groups."""
         world = self._roster.world()
         digest, rounds = self._roster.splits()
         fabric = fabric_of(epoch, world.transport, self._address)
-        found: list[waiters.Job] = []
+        found: list[waiters.BuildJob] = []
         if not meet(store, "groups", world.rank(), world.size(), digest):
             warnings.warn("the roles know different groups: none is split from WORLD", stacklevel=2)
             rounds = []
         for groups in rounds:
             own = next((group for group in groups if group is not None), None)
             if own is None:
-                found.append(waiters.Job("WORLD (split)", fabric.skip_split))
+                found.append(waiters.BuildJob("WORLD (split)", fabric.skip_split))
             else:
                 self._colours[own] = groups.index(own)
                 found.append(jobs.pop(own))
@@ -427,7 +427,7 @@ class Communicators(Observation):
 
     def _job(
         self, epoch: Epoch, group: ReconfigurableGroup, store: Store, made: Connections
-    ) -> waiters.Job:
+    ) -> waiters.BuildJob:
         """Return the job that connects the group. Its key in the store is numbered now, in the
         order of these calls."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
@@ -439,7 +439,7 @@ class Communicators(Observation):
             epoch.groups.append(connected)
             made[group] = connected
 
-        return waiters.Job(group.spec().place, connect)
+        return waiters.BuildJob(group.spec().place, connect)
 
 
 def fabric_of(epoch: Epoch, transport: str, address: str) -> inner.Fabric:

@@ -30,11 +30,11 @@ class Lane:
 
     def __init__(self, transport: Transport, nic: SharedNic) -> None:
         self.transport, self.nic = transport, nic
-        self.uses = weakref.WeakSet[Use]()
+        self.uses = weakref.WeakSet[LaneUse]()
         self.broken = set[Address]()  # ends that do not answer
 
 
-class Use:
+class LaneUse:
     """A place in a lane, while this object exists. ``ends``: the addresses of ``node`` by
     lane."""
 
@@ -71,7 +71,7 @@ class Lanes:
         while True:
             with self._lock:
                 best = min(ends, key=lambda lane: (ends[lane] in lane.broken, len(lane.uses)))
-                use = Use(best, node, ends)
+                use = LaneUse(best, node, ends)
             try:
                 channel = best.transport.connect(node, *ends[best])
                 channel.use = use
@@ -82,7 +82,7 @@ class Lanes:
                     raise
                 ends = {lane: end for lane, end in ends.items() if lane is not best}
 
-    def avoid(self, use: Use) -> None:
+    def avoid(self, use: LaneUse) -> None:
         """Avoid the lane of a broken connection until its node answers there."""
         lane, end = use.lane, use.ends[use.lane]
         with self._lock:

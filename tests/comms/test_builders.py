@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.comms.in_flight.waiters import Builders, Job
+from deadpool_megatron.comms.in_flight.waiters import Builders, BuildJob
 from tests.common.wait import wait_for
 
 from .ranks import Member, Ranks, run
@@ -39,7 +39,7 @@ def test_no_circle_of_waits(groups, at_once):
 
     def play(role: int) -> None:
         jobs = [
-            Job(str(number), partial(connect, number))
+            BuildJob(str(number), partial(connect, number))
             for number, group in enumerate(groups)
             if role in group
         ]
@@ -69,8 +69,8 @@ def test_an_error_begins_no_further_group_and_leaves_none_hanging_unnoticed():
         assert fails.wait(_DEADLINE_SECONDS)
         raise RuntimeError("the peer is gone")
 
-    third = Job("third", lambda: begun.append("third"))
-    builders = Builders([Job("first", hang), Job("second", fail), third], 2)
+    third = BuildJob("third", lambda: begun.append("third"))
+    builders = Builders([BuildJob("first", hang), BuildJob("second", fail), third], 2)
     with pytest.raises(RuntimeError, match="the peer is gone"):
         builders.run()
     assert builders.oldest == "first"

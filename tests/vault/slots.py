@@ -12,6 +12,7 @@ from deadpool_megatron.vault.shm import segment
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Table
 from deadpool_megatron.vault.slot_store import SlotStore
+from deadpool_megatron.vault.transport import Transport
 from tests.vault.harness import content, make_layout, record_of
 
 G, SEAT = Generation, Seat(0, 0, 0)
@@ -78,7 +79,9 @@ def show(*segments: Segment) -> None:
             print(f"  {slot} {one.state(slot).name.lower()} {about}: {', '.join(parts)}")
 
 
-def vault(directory: Path, record: Any = None, **settings: Any) -> SlotStore:
+def vault(
+    directory: Path, record: Any = None, *transports: Transport, **settings: Any
+) -> SlotStore:
     """The state of node 0 in epoch 1 without its threads, with generations 4 and 5 of role 0, whose
     buddy is node 1. It says what agents and members are told."""
 
@@ -86,7 +89,7 @@ def vault(directory: Path, record: Any = None, **settings: Any) -> SlotStore:
         facts = {k: v for k, v in event.data.items() if "seconds" not in k}
         print("told:", event.kind, event.role, event.iteration, facts)
 
-    state = SlotStore(scheme_of, 0, directory, Settings(**settings), told)
+    state = SlotStore(scheme_of, 0, directory, Settings(**settings), told, *transports)
     state.on_bad = lambda *about: print("bad:", *about)
     state.ledger.on_committed = lambda *about: print("committed:", *about)
     state.adopt(record or record_of())

@@ -191,7 +191,7 @@ def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildJob:
     """The job to connect a group; ``connect`` returns when all its peers have taken part."""
 
     place: str
@@ -208,10 +208,10 @@ class Builders:
     group gets connected, and another group is the first.
     """
 
-    def __init__(self, jobs: Sequence[Job], at_once: int) -> None:
+    def __init__(self, jobs: Sequence[BuildJob], at_once: int) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(jobs)
-        self._started: list[Job] = []
+        self._started: list[BuildJob] = []
         self._stopped = False
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         self._threads = [
@@ -219,7 +219,7 @@ class Builders:
             for _ in range(min(at_once, len(jobs)))
         ]
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add(self, jobs: Iterable[BuildJob]) -> None:
         """Connect these groups as well, after all others. Called before the run, or by a job."""
         self._waiting.extend(jobs)
 
@@ -259,7 +259,7 @@ class Builders:
         else:
             self._ends.put(None)
 
-    def _begin(self) -> Job | None:
+    def _begin(self) -> BuildJob | None:
         with self._lock:
             if self._stopped or not self._waiting:
                 return None
