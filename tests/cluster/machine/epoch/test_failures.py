@@ -120,7 +120,7 @@ def test_process_that_cannot_be_killed_costs_the_node():
 
 
 def test_all_agents_gone_ends_the_coordinator():
-    rig = Rig(nodes=1, spares=0, replicas=1).run()
+    rig = Rig(nodes=1, spares=0, copies=1).run()
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
     assert rig.state.phase is Phase.ENDING
     rig.feed(ev.NodeLost(0, "left"))

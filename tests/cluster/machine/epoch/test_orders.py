@@ -141,7 +141,7 @@ def test_wanted_dump_before_the_first_record_was_announced():
 
 
 def test_new_node_that_can_hold_missing_copies_is_taken_in():
-    rig = Rig(nodes=2, spares=0, replicas=2).run()
+    rig = Rig(nodes=2, spares=0, copies=2).run()
     assert rig.record.fewer_copies == {0, 1}
     rig.join(7)
     assert rig.only(act.Welcome).record == rig.record
