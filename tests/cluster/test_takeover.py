@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
-from tests.cluster.runs import Agents, deadpool
+from tests.cluster.runs import Agents, deadpool, send
 from tests.common.finished_run import read_final
 from tests.common.limits import setting_flags
 from tests.common.wait import MAX_WAIT_SECONDS, wait_for
@@ -49,6 +49,7 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path):
         run.wait_iteration(5)
         first = run.term()
         assert first.node is not None
+        send(first.pid)  # before it could see the other node die
         run.power_off(first.node)
         # Not node 0: its last steps would not be reported yet, and they are checked.
         run.power_off(1)
