@@ -27,7 +27,7 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 #: Numbers of pages that the result linked there does not have.
 STALE_NUMBERS = {"docs/figures.md": "0.056 1.2", "docs/streaming.md": "10.35"}
 #: Those of versions are no measurements.
-LINK = re.compile(r"scripts/bench/results/((?!conformance)[\w.-]+\.json)")
+LINK = re.compile(r"(?:scripts/bench/results|simulated)/((?!conformance)[\w.-]+\.json)\b")
 # A number with decimals, no part of a version.
 NUMBER = re.compile(r"(?<![\w.-])(\d[\d,]*\.\d+)(?![\w]|\.\d)")
 UNITS = {"ms": 1e3, "M": 1e-6, "GB": 1e-9, "%": 100.0, "": 1.0}
@@ -112,7 +112,10 @@ def lacks(text: str, known: set[float]) -> Iterator[str]:
 def test_numbers_of_pages_are_those_of_the_results_they_link(page):
     found = []
     for names, text in scopes((ROOT / page).read_text()):
-        results = [json.loads((RESULTS / name).read_text()) for name in names]
+        paths = (
+            folder / name for name in names for folder in (RESULTS, ROOT / "docs" / "simulated")
+        )
+        results = [json.loads(path.read_text()) for path in paths if path.exists()]
         known = {number for result in results for number in numbers(result)}
         found += lacks(LINK.sub("", text), known)
     assert " ".join(found) == STALE_NUMBERS.get(page, "")
