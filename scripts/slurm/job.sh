@@ -38,7 +38,8 @@ option() { sed -n "s/^#SBATCH --$1//p" "$0"; }
 # checked first: unfit nodes get no role. Without a spare left, fewer model replicas continue; with too
 # few nodes for that, the run saves its state and ends the job.
 train() {
-    RUNS=${RUNS:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME}
+    # Megatron-LM requires the first for tensor parallelism on GPUs before Blackwell. The nodes inherit it.
+    export CUDA_DEVICE_MAX_CONNECTIONS=1 RUNS=${RUNS:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME}
     SETTINGS=(--deadpool-communicator "${COMMUNICATOR:-nccl}" --deadpool-spare-timeout 900
         ${PLAN:+--plan "$PLAN"} --deadpool-persist-directory "$RUNS/exports" "${SETTINGS[@]}")
     TRAINING=("${@:?give the command that trains after the name of the batch script}")

@@ -91,7 +91,8 @@ def test_kit_passes_its_rehearsal_within_eight_minutes(kit, tmp_path):
     assert list(facts["rebuild"]) == ["split", "side-by-side"]
     # Of a rank that was lost while communicators were made, too, and after a stopped one has woken.
     causes = [recovery["cause"] for recovery in facts["losses"]["losses"]["recoveries"]]
-    assert [cause.count("; then ") for cause in causes] == [0, 0, 1, 0, 0]
+    # A busy machine may in addition not end a killed process in time.
+    assert [cause.count("; then process") for cause in causes] == [0, 0, 1, 0, 0]
     assert "silent" in causes[3]
     assert len(facts["trainer"]["pipeline"]["recoveries"]) == 1
     assert facts["trainer"]["bit-identical to the undisturbed run"]
