@@ -122,7 +122,7 @@ def sentences(job: Job, rows: Rows, found: Sequence[Trace], rate: float) -> Iter
     second = (
         f"Protecting each step is taken to cost {overhead:.1%}: against restarts in the job it pays"
         f" below {limit:.2%}, or if the run fails more often than each {mtbf / HOUR:,.1f} h."
-        f" Protecting each {cadence:.0f}. step adds {worth('the same, best cadence', elastic)}."
+        f" Protecting one step in {cadence:.0f} adds {worth('the same, best cadence', elastic)}."
     )
     yield from [*textwrap.wrap(first, 100), *textwrap.wrap(second, 100)]
 

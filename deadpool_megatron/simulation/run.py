@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,7 +120,7 @@ class _Run:
         self.exposed: list[float] = []  # losses of nodes whose state is not on two nodes again
         self.now = self.resume = self.since = self.safe_at = 0.0
         self.began: float | None = None
-        self.timers: list[tuple[float, int, str, int]] = []
+        self.timers: list[tuple[float, int, Callable[[int], None], int]] = []
         self.numbers = itertools.count()
         self.outcome = Outcome(trace.seconds)
 
@@ -137,9 +137,9 @@ class _Run:
     def _pass(self, until: float) -> None:
         """Let the timers that are due act."""
         while self.timers and self.timers[0][0] <= until:
-            at, _, method, number = heapq.heappop(self.timers)
+            at, _, act, number = heapq.heappop(self.timers)
             self._advance(at)
-            getattr(self, method)(number)
+            act(number)
         self._advance(until)
 
     def _advance(self, now: float) -> None:
@@ -151,8 +151,8 @@ class _Run:
             self.outcome.recoveries.append(self.resume - self.began)
             self.began = None
 
-    def _after(self, seconds: float, method: str, number: int = 0) -> None:
-        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), method, number))
+    def _after(self, seconds: float, act: Callable[[int], None], number: int = 0) -> None:
+        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), act, number))
 
     def _account(self, now: float, lost: float = 0.0) -> None:
         """Count the training since ``resume`` but the seconds that are lost."""
@@ -202,11 +202,11 @@ class _Run:
                 self.resume = self.safe_at = math.inf
                 self.since = self.now
             if self.policy.change:
-                self._after(2 * self.job.change, "_shrink")
+                self._after(2 * self.job.change, self._shrink)
 
     def _leave(self, node: int, seconds: float) -> None:
         self.back[node] = self.now + seconds
-        self._after(seconds, "_return", node)
+        self._after(seconds, self._return, node)
 
     def _stall(self, seconds: float) -> None:
         self.resume = self.now + seconds
@@ -265,7 +265,7 @@ class _Run:
                 self.outcome.ends["no node in time: dump, and a new job"] += is_late
                 self._stall(self.policy.late if is_late else self.policy.stalls[NODE])
         elif self.size < self.full and self.policy.change:
-            self._after(SETTLE, "_grow")
+            self._after(SETTLE, self._grow)
 
     def _fitting(self) -> int:
         nodes = (len(self.seats) + len(self.idle)) // self.job.replica_nodes
@@ -278,7 +278,7 @@ class _Run:
 
     def _grow(self, _: int) -> None:
         if self.missing or self.now < self.resume:
-            self._after(SETTLE, "_grow")
+            self._after(SETTLE, self._grow)
         elif (size := self._fitting()) > self.size:
             self._account(self.now)
             self.began = self.now
@@ -290,7 +290,7 @@ class _Run:
         self.idle, self.missing, self.size = nodes[count:], [], size
         self._stall(self.policy.change)
         if size < self.full:
-            self._after(SETTLE + self.policy.change, "_grow")
+            self._after(SETTLE + self.policy.change, self._grow)
 
     # Replicas that fail alone.
 
@@ -299,7 +299,7 @@ class _Run:
         self._fill()
         self.out[replica] = self.now + self.policy.offline
         if replica not in self.missing:
-            self._after(self.policy.offline, "_rejoin", replica)
+            self._after(self.policy.offline, self._rejoin, replica)
         had, self.size = self.size, self.full - len(self.out)
         if had and not self.size:
             self.outcome.ends["no replica left: back to a checkpoint"] += 1
