@@ -8,6 +8,7 @@ gets the same slots and sockets, and the orders that the killed vault had to obe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import time
@@ -291,12 +292,14 @@ class VaultSupervisor:
                     self.status = _select(await control.status(self._settings.node_silence_seconds))
                 except TimeoutError:
                     await self._kill("it does not answer")
-                except (VaultError, OSError):
+                except VaultError:
                     self._log(f"vault of node {self._node} did not report its status")
-            try:
-                await asyncio.wait_for(watch.ended.wait(), _STATUS_SECONDS)
-            except TimeoutError:
-                pass  # time for the next status
+                except OSError as error:
+                    # Either the vault is ending, which breaks the connection, too, or it lives and
+                    # has stopped listening to other vaults: for it, its agent is gone.
+                    await _wait_for_end(watch)
+                    await self._kill(str(error))
+            await _wait_for_end(watch)
 
     async def _connected(self) -> VaultControl:
         await asyncio.wait_for(self._ready.wait(), self._settings.connect_seconds)
@@ -339,6 +342,12 @@ class VaultSupervisor:
 
     def _log(self, text: str) -> None:
         self._event(Event(Kind.LOG, data={"level": "warning", "text": text}))
+
+
+async def _wait_for_end(watch: ChildWatch) -> None:
+    """Wait for the end of a vault, at most until it is time for its next status."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(watch.ended.wait(), _STATUS_SECONDS)
 
 
 def _select(status: Mapping[str, Any]) -> dict[str, Any]:
