@@ -2,7 +2,7 @@
 
 A link to a file of the repository that is no page becomes its name: on the repository's own pages
 such links work, the site has pages only. A file that does not exist is an error. The first use of
-each word of words.md on a page becomes a link to its row there.
+each word in the tables of concepts.md becomes, on other pages, a link to its row there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
-_LIST = "words.md"
+_LIST = "concepts.md"
 _ROW = re.compile(r"^\| ((?!word|---)[^|]+) \|", re.MULTILINE)
 # Words that pages use in their usual sense, too.
 _USUAL = {"copy", "iteration", "lag", "record", "replay", "request", "scheme", "weak", "window"}

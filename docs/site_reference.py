@@ -1,7 +1,8 @@
-"""Hook of mkdocs: the pages of reference that are generated, never written.
+"""Hook of mkdocs: the pages of reference that are generated, never written, and pages that moved.
 
 ``PAGES`` has the text of each page; a line ``<!-- generated: NAME -->`` of any page is replaced by
-the text of that name in ``PARTS``. Sources are the parsers of the command line, the settings, the
+the text of that name in ``PARTS``. The address of a page in ``MOVED`` leads to the one that has
+its text. Sources are the parsers of the command line, the settings, the
 table of Megatron-LM's flags, the table of failures, and the docstrings of the public classes.
 """
 
@@ -64,14 +65,14 @@ def nccl() -> str:
 
 
 def command_line() -> str:
-    """Return the help of each command."""
-    text = ["# Command line\n\nThe output of `--help` of each command, by topic.\n"]
+    """Return the help of each command, and the settings."""
+    text = ["# Command line\n\nThe `--help` of each command, by topic, then the settings.\n"]
     for topic, commands in cli.TOPICS.items():
         text.append(f"## {topic[0].upper()}{topic[1:]}\n")
         for name in commands:
             shown = _help(name).format_help().rstrip()
             text.append(f"### deadpool {name}\n\n```text\n{shown}\n```\n")
-    return "\n".join(text)
+    return "\n".join([*text, _settings()])
 
 
 def _help(name: str) -> argparse.ArgumentParser:
@@ -83,21 +84,21 @@ def _help(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def settings_page() -> str:
+def _settings() -> str:
     """Return the settings: flags by topic, values of ``--deadpool-set``, the order of limits."""
     text = [
-        "# Settings\n",
+        "## Settings\n",
         "Flags of `deadpool run` and `deadpool agent`, before the `--`, or among the script's"
         " arguments. Times are in seconds; 1 GB is 10^9 bytes. Most runs need none of them. A"
         " value that breaks the order at the end of this page is refused at the start.\n",
     ]
     comments = dict(_comments())
     for topic, names in _topics():
-        text.append(f"## Flags: {topic}\n")
+        text.append(f"### Flags: {topic}\n")
         rows = ((f"`{settings.flag_name(n)}`", *_defaults(n), _meaning(n)) for n in names)
         text.append(table(("flag", "default", "with NCCL", "meaning"), rows))
     text.append(
-        "## Values of `--deadpool-set`\n\nGive `--deadpool-set NAME=VALUE`, as often as needed. A"
+        "### Values of `--deadpool-set`\n\nGive `--deadpool-set NAME=VALUE`, as often as needed. A"
         " value that follows a flag is proportional to it: twice the flag is twice the value.\n"
     )
     values = (
@@ -106,7 +107,7 @@ def settings_page() -> str:
         if not settings.has_flag(name)
     )
     text.append(table(("name", "default", "with NCCL", "follows", "meaning"), values))
-    text.append("## Order of the limits\n\nEach limit must be long enough for those inside it.\n")
+    text.append("### Order of the limits\n\nEach limit must be long enough for those inside it.\n")
     order = (
         (f"`{_dashed(longer)}`", f"{factor:g} x `{_dashed(shorter)}`", reason)
         for shorter, longer, factor, reason in settings._LADDER
@@ -200,11 +201,7 @@ def _remedy(row: flags.FlagRow) -> str:
 
 def python_api() -> str:
     """Return the public classes with their methods and docstrings."""
-    text = [
-        "# Python API\n",
-        "Classes for [a training loop of your own](own-loop.md), from `deadpool_megatron.member`"
-        " and `deadpool_megatron.torch_native`.\n",
-    ]
+    text = list[str]()
     for file, names in _API.items():
         classes = {
             node.name: node
@@ -212,7 +209,7 @@ def python_api() -> str:
             if isinstance(node, ast.ClassDef)
         }
         for name in names:
-            text += [f"## {name}\n", _prose(classes[name])]
+            text += [f"### {name}\n", _prose(classes[name])]
             text += filter(None, map(_member, classes[name].body))
     return "\n".join(text)
 
@@ -224,7 +221,7 @@ def _member(node: ast.stmt) -> str:
     if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
         return ""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"### {node.name}\n\n`{node.name}({ast.unparse(node.args)}){result}`\n\n{_prose(node)}"
+    return f"#### {node.name}\n\n`{node.name}({ast.unparse(node.args)}){result}`\n\n{_prose(node)}"
 
 
 def _prose(node: ast.ClassDef | ast.FunctionDef) -> str:
@@ -233,13 +230,25 @@ def _prose(node: ast.ClassDef | ast.FunctionDef) -> str:
     return re.sub(r":\w+:`~?\.*([^`]+)`", r"`\1`", text).replace("``", "`") + "\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"codes": codes, "nccl": nccl}
+PARTS: dict[str, Callable[[], str]] = {"codes": codes, "nccl": nccl, "python-api": python_api}
 PAGES: dict[str, Callable[[], str]] = {
     "command-line.md": command_line,
-    "settings.md": settings_page,
     "flags.md": flags_page,
-    "python-api.md": python_api,
 }
+MOVED = {
+    "faq": "#questions",
+    "health": "monitoring/#health-of-nodes",
+    "limits": "requirements/#limits",
+    "proof-kit": "testing/#on-a-machine-with-a-gpu",
+    "python-api": "own-loop/#python-api",
+    "settings": "command-line/#settings",
+    "simulate": "planning/#simulate-a-run",
+    "walkthrough": "failures/#a-failure-file-by-file",
+    "words": "concepts/#words",
+}
+# A link to a heading of the old page leads to that heading.
+_REDIRECT = "<script>location = new URL({0!r}, document.baseURI).href.replace(/#.*/, '') + "
+_REDIRECT += "(location.hash || {1!r})</script><a href={0!r}>This page has moved.</a>"
 
 
 def on_files(files: Any, *, config: Any) -> Any:
@@ -248,6 +257,9 @@ def on_files(files: Any, *, config: Any) -> Any:
 
     for name, text in PAGES.items():
         files.append(File.generated(config, name, content=text()))
+    for name, address in MOVED.items():
+        page = _REDIRECT.format(f"../{address}", f"#{address.partition('#')[2]}")
+        files.append(File.generated(config, f"{name}/index.html", content=page))
     return files
 
 

@@ -24,7 +24,7 @@ CODE = ("deadpool_megatron", "scripts", "tests", "patches", "configs", "tests")
 SUFFIXES = {".py", ".sh", ".toml", ".txt", ".args", ".json", ".jsonl", ".md", ".lock"}
 PATTERN = re.compile(r"[<…*]|\.\.\.|N{2,}|-N\b|\b[A-Z]+_?DIR\b")
 #: Pages that do not say yet who needs them; may only become fewer.
-OPEN = ("control-plane", "figures", "simulate", "streaming", "testing")
+OPEN = ("control-plane", "figures", "streaming")
 Row = dict[str, str]
 
 

@@ -58,7 +58,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages with longer sentences; may only become fewer.
 FOR_EXPERTS = {
     *("compatibility", "control-plane", "design", "elastic", "evaluation", "failures", "figures"),
-    *("own-loop", "proof-kit", "schemes", "security", "simulate", "streaming", "testing"),
+    *("own-loop", "schemes", "security", "streaming", "testing"),
 }
 
 

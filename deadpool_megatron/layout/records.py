@@ -1,7 +1,7 @@
 """Data of decisions, and the decision itself: plain, immutable, JSON-able.
 
 These types are shared by the coordinator, the agents, the vaults and the members. They have no
-behaviour beyond lookups and their own encoding. docs/words.md explains role, node, epoch and
+behaviour beyond lookups and their own encoding. docs/concepts.md explains role, node, epoch and
 generation. Parts are distinguished by their names.
 
 The cadence: only generations of every n-th iteration are protected. The iteration number alone

@@ -1,4 +1,4 @@
-"""The model beside measurements of this repository and published figures: docs/simulate.md has
+"""The model beside measurements of this repository and published figures: docs/planning.md has
 the differences, which these tests hold where they are."""
 
 import json

@@ -1,7 +1,7 @@
 """Searches the kernel log of this host for Xids, the error reports of NVIDIA's driver. For use with
 --deadpool-health-command. An Xid of a broken device (48, 63, 64, 74, 79, 94, 95) excludes the node.
 Xids of a program (13, 31, 43, 45) and all others are ignored. For the counters of a device use
-DCGM, NHC or gpucm (docs/health.md).
+DCGM, NHC or gpucm (docs/monitoring.md#health-of-nodes).
 
 examples:
   deadpool run --deadpool-health-command "deadpool gpu-health" ...

@@ -20,7 +20,7 @@ from deadpool_megatron.simulation import answer, hazards
 from deadpool_megatron.simulation.job import Job
 
 _EPILOGUE = """\
-docs/simulate.md explains the model, and how far it was compared with measurements.
+docs/planning.md explains the model, and how far it was compared with measurements.
 
 examples:
   deadpool simulate configs/65b.yaml --plot months.png

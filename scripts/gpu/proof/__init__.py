@@ -1,1 +1,1 @@
-"""The proof kit: checks of the GPU path on one machine; see docs/proof-kit.md."""
+"""The proof kit: checks of the GPU path on one machine; see docs/testing.md."""
