@@ -3,60 +3,69 @@
 Two nodes of two roles train (19.6 M parameters by default) with protection (deadpool run, buddy,
 cadence 1) and without (stock gloo), in turns, A/B/A/B. Both report each step when it is done; the
 time of a step is that between two reports, taken by this process. The first steps warm up; all
-others count.
+others count. --other adds runs under torchrun, whose ranks are not forked, so that they need more
+memory: torchrun saves nothing; torchrun-sync-N (torch.distributed.checkpoint), torchrun-async-N and
+lm-resiliency-N each N steps, N being 1, 2, 5, 10 or 50.
 
 Read own_cpu_seconds_per_step first: the time of vaults, agents, coordinator, standby and launcher,
 and of the threads of members that training does not have (thread_seconds_per_step of the JSON names
-each). step_over_plain is the ratio of the pairs; on a machine whose cores training saturates, it is
-processor time again, and as noisy as the machine.
+each); of --other, all that is more than without protection. step_over_plain is the ratio of the
+pairs; on a machine whose cores training saturates, it is processor time again, and as noisy as the
+machine. memory_bytes is the most that was seen in the first steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common.frame import Facts, in_turns
 from common.struck import SIZES, size_flags, sizes_of
-from common.trainings import WARM_UP, parameters, row_of, run_plain, run_protected
+from common.trainings import WARM_UP, Measured, parameters, row_of, run_plain, run_protected
+from other_systems.sides import OTHERS, run_other
 
 MINUTES = 10
 ROUNDS, STEPS = 4, 12
-QUICK = ("--rounds", "1", "--steps", "2", "--tokens", "2048", "--size", "tiny")
+QUICK = ("--rounds", "1", "--tokens", "2048", "--size", "tiny", "--other", "torchrun-async-1")
 TOKENS_PER_STEP = (8192, 2048)
-NODES, NPROC_PER_NODE = 2, 2
+NODES, PIPELINE = 2, 2
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this case."""
-    sizes = TOKENS_PER_STEP
+    sizes, many = TOKENS_PER_STEP, {"nargs": "*", "metavar": "N"}
     parser.add_argument("--size", choices=SIZES, default="20M", help="of the model")
-    parser.add_argument("--tokens", type=int, nargs="*", default=sizes, help="per step")
+    parser.add_argument("--tokens", type=int, default=sizes, help="per step", **many)
+    parser.add_argument("--data-parallel", type=int, default=[2], help="degree", **many)
+    parser.add_argument("--other", choices=OTHERS, nargs="*", default=[], metavar="NAME")
 
 
 def measure(args: argparse.Namespace, base: Path) -> Facts:
-    """Run both sides in turns."""
+    """Run all sides in turns."""
     config, rows = sizes_of(args.size), []
-    for tokens in args.tokens:
+    for tokens, degree in itertools.product(args.tokens, args.data_parallel):
         training = [
-            *(*size_flags(*SIZES[args.size]), "--pipeline-model-parallel-size", "2"),
+            *(*size_flags(*SIZES[args.size]), "--pipeline-model-parallel-size", str(PIPELINE)),
             *("--train-iters", str(WARM_UP + 1 + args.steps)),
             *("--global-batch-size", str(tokens // config.seq_length)),
         ]
-        sides = in_turns(
-            f"{tokens} tokens",
-            args.rounds,
-            {
-                "plain": lambda _, t=training: run_plain(
-                    t, NODES * NPROC_PER_NODE, args.steps, base
-                ),
-                "protected": lambda _, t=training: run_protected(
-                    t, args.steps, base, NODES, NPROC_PER_NODE
-                ),
-            },
-        )
-        rows += [
-            row_of("plain", sides["plain"], at=tokens),
-            row_of("protected", sides["protected"], sides["plain"], at=tokens),
-        ]
-    return {"parameters": parameters(config), "at": "tokens per step", "rows": rows}
+        run = partial(_run, training, degree * PIPELINE, args.steps, base)
+        takes = {name: partial(run, name) for name in ("plain", "protected", *args.other)}
+        sides = in_turns(f"{tokens} tokens, degree {degree}", args.rounds, takes)
+        for name, found in sides.items():
+            plain = sides["plain"] if name != "plain" else []
+            rows.append(row_of(f"{name}, {tokens} tokens", found, plain, degree))
+    return {"parameters": parameters(config), "at": "data-parallel degree", "rows": rows}
+
+
+def _run(
+    training: Sequence[str], ranks: int, steps: int, base: Path, name: str, _: int
+) -> Measured:
+    if name == "plain":
+        return run_plain(training, ranks, steps, base)
+    if name == "protected":
+        return run_protected(training, steps, base, NODES, ranks // NODES)
+    return run_other(OTHERS[name], training, ranks, steps, base)

@@ -41,7 +41,6 @@ QUICK = (
     *("--rounds", "1", "--steps", "2", "--size", "tiny"),
     *("--side", "torchrun-sync-1", "deadpool-process"),
 )
-_ENVIRONMENTS = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +54,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=", ".join(SIDES),
     )
-    place = {"type": Path, "default": _ENVIRONMENTS, "metavar": "DIR"}
-    parser.add_argument("--environments", help=f"of the peers (default: {_ENVIRONMENTS})", **place)
-    parser.add_argument("--install", action="store_true", help="make them with pip, first")
+    text = "first make environments for the peers with pip, in ~/.cache/deadpool-megatron/peers"
+    parser.add_argument("--install", action="store_true", help=text)
 
 
 def measure(args: argparse.Namespace, base: Path) -> Facts:
@@ -99,7 +97,7 @@ def _take(
 ) -> Measured | BenchError:
     with tempfile.TemporaryDirectory(dir=base) as directory:
         try:
-            return run_side(side, name, args.steps, Path(directory), args.environments)
+            return run_side(side, name, args.steps, Path(directory))
         except BenchError as error:
             print(error, file=sys.stderr)
             return error
@@ -139,7 +137,7 @@ def available(args: argparse.Namespace) -> tuple[dict[str, Side], dict[str, str]
     peer cannot be installed."""
     try:
         for peer in PACKAGES if args.install else ():
-            install(args.environments, peer)
+            install(peer)
     except BenchError as error:
         raise UsageError(str(error)) from error
     sides: dict[str, Side] = {}
@@ -150,7 +148,7 @@ def available(args: argparse.Namespace) -> tuple[dict[str, Side], dict[str, str]
             continue
         try:
             if side.peer:
-                check(args.environments, side.peer)
+                check(side.peer)
             sides[label] = side
         except BenchError as error:
             reasons[label] = str(error)

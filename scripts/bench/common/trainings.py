@@ -41,9 +41,10 @@ NewSteps = Callable[[], int]
 
 @dataclass
 class Measured:
-    """One run: seconds of each measured step, and the resources used during them. ``killed_at``:
-    the wall clock at its fault; ``hashes``: those of final states; ``recomputed``: the steps
-    computed again, None where such steps are reported again."""
+    """One run: seconds of each measured step, and the resources used during them; ``memory_bytes``:
+    the most in the first steps. ``killed_at``: the wall clock at its fault; ``hashes``: those of
+    final states; ``recomputed``: the steps computed again, None where such steps are reported
+    again."""
 
     step_seconds: list[float] = field(default_factory=list)
     thread_seconds_per_step: Counter[str] = field(default_factory=Counter)
@@ -101,6 +102,9 @@ class Watch:
             for _ in range(new_steps()):
                 last = time.perf_counter()
                 self._take(last)
+            if 0 < len(self._times) <= WARM_UP:
+                found = max(self.measured.memory_bytes, memory_bytes(self._mark))
+                self.measured.memory_bytes = found
             time.sleep(_POLL_SECONDS)
         if not over or len(self._times) < expected:
             silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
@@ -114,7 +118,6 @@ class Watch:
     def _take(self, now: float) -> None:
         self._times.append(now)
         if len(self._times) == WARM_UP:
-            self.measured.memory_bytes = memory_bytes(self._mark)
             self._before = thread_seconds(self._mark)
         elif len(self._times) == WARM_UP + 1 + self._steps:
             threads = thread_seconds(self._mark) - self._before
@@ -267,16 +270,21 @@ def row_of(
     at: float | None = None,
     **more: Sequence[float],
 ) -> Row:
-    """Return the row of a side. ``plain``: the runs without protection, of the same rounds."""
+    """Return the row of a side. ``plain``: the runs without protection, of the same rounds. All
+    processor time of another system that such a run has not used is taken as its own."""
+    pairs = [*zip(plain or runs, runs, strict=True)]
     every = {
-        "own_cpu_seconds_per_step": [run.own_seconds_per_step for run in runs],
+        "own_cpu_seconds_per_step": [
+            b.own_seconds_per_step or b.cpu_seconds_per_step - a.cpu_seconds_per_step
+            for a, b in pairs
+        ],
         "cpu_seconds_per_step": [run.cpu_seconds_per_step for run in runs],
         "step_seconds": [seconds for run in runs for seconds in run.step_seconds],
         "gate_seconds": [run.gate_seconds for run in runs if run.gate_seconds is not None],
         "memory_bytes": [float(run.memory_bytes) for run in runs],
         **more,
     }
-    ratios = [b.mean_seconds / a.mean_seconds for a, b in zip(plain, runs, strict=bool(plain))]
+    ratios = [b.mean_seconds / a.mean_seconds for a, b in pairs]
     found = row(name, every, {"step_over_plain": ratios if plain else ()}, at)
     total = sum((run.thread_seconds_per_step for run in runs), Counter[str]())
     threads = {name: seconds / len(runs) for name, seconds in total.most_common()}

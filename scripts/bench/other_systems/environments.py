@@ -33,24 +33,25 @@ PACKAGES = {
     ),
     "lm-resiliency": Package("lm-resiliency==0.2.0", "lm_resiliency.integrations.megatron"),
 }
+_PLACE = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 _LIMIT_SECONDS = 900.0
 _NEEDS = "from importlib.metadata import requires; print(*requires({!r}), sep='\\n')"
 # Not a plain path: .pth files, as of editable installs, are read in site directories only.
 _LINK = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
 
 
-def python_of(directory: Path, peer: str) -> Path:
+def python_of(peer: str) -> Path:
     """Return the interpreter of a peer's environment, which need not exist."""
-    return directory / peer / "bin" / "python"
+    return _PLACE / peer / "bin" / "python"
 
 
-def install(directory: Path, peer: str) -> None:
+def install(peer: str) -> None:
     """Make the environment of ``peer``, or update it. Raises BenchError with pip's last line when
     that fails."""
-    package, python = PACKAGES[peer], str(python_of(directory, peer))
+    package, python = PACKAGES[peer], str(python_of(peer))
     pip = (python, "-m", "pip", "install", "--quiet")
-    _run(peer, sys.executable, "-m", "venv", str(directory / peer))
-    place = {"base": str(directory / peer), "platbase": str(directory / peer)}
+    _run(peer, sys.executable, "-m", "venv", str(_PLACE / peer))
+    place = {"base": str(_PLACE / peer), "platbase": str(_PLACE / peer)}
     packages = Path(sysconfig.get_path("purelib", "venv", place))
     (packages / "deadpool_bench.pth").write_text(_LINK)
     wanted = [package.requirement]
@@ -63,9 +64,9 @@ def install(directory: Path, peer: str) -> None:
     _run(peer, *pip, *wanted)
 
 
-def check(directory: Path, peer: str) -> None:
+def check(peer: str) -> None:
     """Check that ``peer`` can be imported. Raises BenchError with the reason if not."""
-    package, python = PACKAGES[peer], python_of(directory, peer)
+    package, python = PACKAGES[peer], python_of(peer)
     if not python.exists():
         raise BenchError(f"{package.requirement} is not installed: use --install")
     # As in a rank: the stand-ins for modules of GPU builds come first.

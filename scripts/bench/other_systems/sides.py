@@ -53,6 +53,13 @@ SIDES |= {
     for label in _OF_A_NODE
 }
 
+#: sides of a run without a fault, by name and steps between two saves; the last saves nothing
+OTHERS = {
+    f"{label}-{every}": replace(SIDES[f"{label}-1"], every=every)
+    for label in ("torchrun-sync", "torchrun-async", "lm-resiliency")
+    for every in (1, 2, 5, 10, 50)
+} | {"torchrun": replace(SIDES["torchrun-sync-1"], keeper="none")}
+
 #: other systems in use that the bench cannot run, with the reason
 NOT_RUN = {
     "torchft": "torchft 0.2: its replica groups hold the whole optimizer state each and go on with"
@@ -72,32 +79,46 @@ def run_undisturbed(name: str, steps: int, base: Path) -> Measured:
     return measured
 
 
-def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) -> Measured:
+def run_side(side: Side, name: str, steps: int, base: Path) -> Measured:
     """Run once with a fault. Raises BenchError unless it ends as it should."""
     victim = "node" if side.node else "self"
     if side.start == "deadpool":
         return run_struck(name, ["--deadpool-protection", "buddy"], steps, base, victim)
-    python = str(python_of(environments, side.peer)) if side.peer else sys.executable
+    training = training_arguments(name, iterations(steps))
+    return run_other(side, training, NODES, steps, base, strike(steps, victim))
+
+
+def run_other(
+    side: Side,
+    training: Sequence[str],
+    ranks: int,
+    steps: int,
+    base: Path,
+    fault: Mapping[str, object] | None = None,
+) -> Measured:
+    """Run a training once under another system. Raises as run_side."""
+    python = str(python_of(side.peer)) if side.peer else sys.executable
     directory = base / uuid.uuid4().hex
     directory.mkdir()
     arguments = [
         *("--keeper", side.keeper, "--every", str(side.every), "--folder", str(directory / "kept")),
-        *training_arguments(name, iterations(steps)),
+        *training,
     ]
-    command = [*_start(side, python, directory), *arguments]
+    command = [*_start(side, python, directory, ranks), *arguments]
     try:
-        return run_launched(command, strike(steps, victim), steps, directory)
+        return run_launched(command, fault, steps, directory)
     finally:
         shutil.rmtree(Path("/dev/shm", directory.name), ignore_errors=True)  # see nvrx_local.py
 
 
 def run_launched(
-    command: Sequence[str], fault: Mapping[str, object], steps: int, directory: Path
+    command: Sequence[str], fault: Mapping[str, object] | None, steps: int, directory: Path
 ) -> Measured:
-    """Run ``command``, which ends in arguments of rank.py, with a fault. Raises as run_side."""
+    """Run ``command``, which ends in arguments of rank.py, perhaps with a fault. Raises as
+    run_side."""
     reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
     reports.touch()
-    plan.write_text(json.dumps([fault]))
+    plan.write_text(json.dumps([fault] if fault else []))
     command = [*command, "--reports", str(reports), "--facts", str(facts)]
     variables = {
         FAULTS_VARIABLE: str(plan),
@@ -110,28 +131,28 @@ def run_launched(
     log = directory / "log"
     with open(reports) as lines:
         try:
-            new_steps, more = (lambda: sum(1 for _ in lines)), (UNMEASURED, _SILENCE_SECONDS)
-            measured = watch(command, log, steps, new_steps, variables, *more)
+            new_steps, more = (lambda: sum(1 for _ in lines)), UNMEASURED if fault else 0
+            measured = watch(command, log, steps, new_steps, variables, more, _SILENCE_SECONDS)
         except BenchError as error:
             # The end of a launcher's output names the failed rank, but seldom the reason.
             cause = cause_in(log.read_text(errors="replace"))
             raise BenchError(f"{str(error).splitlines()[0]} {cause}") from error
-    measured.killed_at = struck_at(plan)
+    measured.killed_at = struck_at(plan) if fault else None
     with open(reports) as lines:
         measured.reports = parse_reports(lines)
     measured.hashes = json.loads(facts.read_text())["hashes"]
     return measured
 
 
-def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
+def _start(side: Side, python: str, directory: Path, ranks: int) -> Sequence[str]:
     if side.start == "inprocess":
-        return [python, "-m", "other_systems.inprocess", str(NODES)]
+        return [python, "-m", "other_systems.inprocess", str(ranks)]
     launcher = _LAUNCHERS[side.start]
     if side.node:
         store = {"torchrun": "apart", "ft_launcher": "first"}[side.start]
-        start = ["other_systems.nodes", str(NODES), store, launcher, "--nproc-per-node", "1"]
+        start = ["other_systems.nodes", str(ranks), store, launcher, "--nproc-per-node", "1"]
     else:
-        start = [launcher, "--standalone", "--nproc-per-node", str(NODES)]
+        start = [launcher, "--standalone", "--nproc-per-node", str(ranks)]
     return [
         *(python, "-m", *start, "--max-restarts", "1"),
         # For folders that it does not remove.
