@@ -99,6 +99,8 @@ def _read(path: Path) -> list[_Case]:
             raise CommandError(
                 f"{path}, line {number}: an object with id, script, flags and env is expected"
             ) from error
+    if not cases:
+        raise CommandError(f"{path} has no command line")
     return cases
 
 
