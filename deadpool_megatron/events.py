@@ -29,7 +29,7 @@ from typing import Any
 from deadpool_megatron import ownership
 
 # The version of events.schema.json, which grows with each change of an event's meaning or content.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 # Names of the values of a generation that are checked to be finite.
 LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 

@@ -28,7 +28,7 @@ def test_event_line_has_a_date_that_may_be_missing():
 
 
 def test_schema_refuses_unknown_events():
-    warm = {"slot": 0, "incarnation": 0, "seconds": 1.0}
+    warm = {"local_rank": 0, "incarnation": 0, "seconds": 1.0}
     good = Event(Kind.MEMBER_WARM, 1, 0, data=warm).to_dict()
     check_event(good)
     check_event(Event(Kind.DRAIN, 1, 0).to_dict())
@@ -36,7 +36,7 @@ def test_schema_refuses_unknown_events():
         {**good, "kind": "teleported"},
         {**good, "where": "mars"},
         {**good, "data": {**warm, "where": "mars"}},
-        {**good, "data": {"slot": 0, "incarnation": 0}},
+        {**good, "data": {"local_rank": 0, "incarnation": 0}},
         {**good, "data": {**warm, "seconds": "1"}},
         {key: value for key, value in good.items() if key != "data"},
     ):

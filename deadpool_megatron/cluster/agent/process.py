@@ -70,7 +70,8 @@ def run_agent(options: AgentOptions) -> int:
 
     code = asyncio.run(serve())
     os.close(lock)
-    print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
+    seconds = time.monotonic() - started
+    print(f"agent ended after {seconds:.1f} s with exit status {code}", file=sys.stderr)
     return code
 
 

@@ -70,7 +70,7 @@ class StackReporter:
             seat = Seat(self._node, member.local_rank, member.incarnation)
             role = next((r for r, other in record.seats.items() if other == seat), None)
         data = {
-            "slot": member.local_rank,
+            "local_rank": member.local_rank,
             "incarnation": member.incarnation,
             "frames": list(stacks.frames),
             "threads": stacks.threads,

@@ -67,7 +67,7 @@ class Core:
         not."""
         member = self.state.fleet.members.get(event.place)
         if member is None or member.incarnation != event.incarnation:
-            self.refuse_of(event, "not the present process of its slot", late=True)
+            self.refuse_of(event, "not the present process of its local rank", late=True)
             return False
         return True
 

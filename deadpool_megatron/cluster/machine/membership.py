@@ -267,7 +267,7 @@ def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _emit(core: Core, kind: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
-    process = {"slot": of.local_rank, "incarnation": of.incarnation}
+    process = {"local_rank": of.local_rank, "incarnation": of.incarnation}
     core.emit(kind, node=of.node, role=role, **process, **data)
 
 

@@ -424,7 +424,7 @@ class Starter:
                 send_message(connection, request, handle)
             except OSError as error:
                 watch.kill()
-                raise StartError(f"parked process of slot {local_rank} failed: {error}") from error
+                raise StartError(f"parked process {local_rank} failed: {error}") from error
         return watch
 
     def _park(self, local_rank: int) -> None:
