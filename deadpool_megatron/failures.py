@@ -57,7 +57,7 @@ class FailureKind(StrEnum):
     SILENT_CORRUPTION = "silent-corruption"  # a role had other numbers than its peers
     OTHER_PROGRAM = "other-program"  # a process or a state is of another program
     CORRUPT_STATE = "corrupt-state"  # a state could not be restored, or differed between peers
-    BUG = "bug"  # a failure that was repeated at the same step, so a fault of the program
+    BUG = "bug"  # a failure that was repeated at the same iteration, so a fault of the program
     # A planned change: a node leaves, copies move, the protection changes, or the run ends.
     PLANNED = "planned"
     COORDINATOR = "coordinator"  # the coordinator was replaced

@@ -228,7 +228,7 @@ def command_note(first: Path, second: Path) -> str:
 def describe(comparison: Comparison) -> list[str]:
     """Return lines with the verdict, its basis, and the differences in order."""
     counts = comparison.compared
-    extent = f"{count(counts['roles'], 'final state')} and {count(counts['steps'], 'step')}"
+    extent = f"{count(counts['roles'], 'final state')} and {count(counts['steps'], 'iteration')}"
     if counts["evaluations"]:
         extent += f", {count(counts['evaluations'], 'evaluation')}"
     if counts["hashes"]:

@@ -240,12 +240,12 @@ def summary_lines(outcome: Outcome) -> list[str]:
     begin = "pause" if recovery.planned else "kill"
     times = {
         **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
-        f"from the {begin} to the next finished step": outcome.kill_to_next_step,
+        f"from the {begin} to the next finished iteration": outcome.kill_to_next_step,
         "without all copies in memory": recovery.exposed_seconds,
     }
     rows = [[name, f"{value:.3f}"] for name, value in times.items() if value and value >= 0.0005]
     lines = ["", *table(["recovery", "seconds"], rows)]
-    lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
+    lines += ["", f"iterations recomputed: {recovery.steps_recomputed}"]
     if (more := len(outcome.failed.result.recoveries) - 1) > 0:
         lines.append(f"further recoveries in the same run: {more}")
     lines += describe(outcome.comparison)
@@ -268,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs, in DIR")
-    count, text = number(int, _MIN_ITERATIONS), "steps to train (default: 30, with --elastic 40)"
+    count, text = number(int, _MIN_ITERATIONS), "iterations (default: 30, with --elastic 40)"
     parser.add_argument("--iterations", type=count, metavar="N", help=text)
 
 
@@ -305,10 +305,10 @@ def _both_runs(display: Display, base: Path, args: argparse.Namespace) -> list[O
     processes = size.nodes * size.nproc_per_node
     display.line(
         f"A small GPT in {processes} processes on {size.nodes} nodes, and {size.spares} spare"
-        f" node.\n\n1. Undisturbed, {iterations} steps"
+        f" node.\n\n1. Undisturbed, {iterations} iterations"
     )
     undisturbed = run_once(display, base, "undisturbed", iterations, size=size)
-    text = "The same run, but the node of role 0 is killed in the backward pass of step"
+    text = "The same run, but the node of role 0 is killed in the backward pass of iteration"
     display.line(f"\n2. {text} {kill_iteration}")
     failed = run_once(display, base, "struck", iterations, kill_fault(kill_iteration), size)
     return [compare_runs(undisturbed, failed, kill_iteration)]
@@ -321,7 +321,7 @@ def _elastic_run(display: Display, base: Path, args: argparse.Namespace) -> list
     kill = iterations // 4 + 1
     display.line(
         f"A small GPT on {ELASTIC.nodes} nodes, each with a model replica, and no spare.\n\n1. The"
-        f" node of role 0 is killed in the backward pass of step {kill}, and another one joins"
+        f" node of role 0 is killed in the backward pass of iteration {kill}, and another one joins"
     )
     run = run_once(display, base, "elastic", iterations, kill_fault(kill), ELASTIC)
     story, recoveries = run.result.story, run.result.recoveries

@@ -166,13 +166,15 @@ def _gauges(view: View) -> Iterator[Metric]:
         ("rpo_iterations", rpo, view.max_lost),
         ("epoch", "The newest epoch.", story.epoch),
         (f"start{_TIME}", "When the run was started, the last time.", started_at),
-        (f"last_step{_TIME}", "When the newest iteration was finished.", last_at),
+        (f"last_iteration{_TIME}", "When the newest iteration was finished.", last_at),
+        (f"last_step{_TIME}", f"Former name of deadpool_last_iteration{_TIME}.", last_at),
         ("goodput_ratio", text, goodput),
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
         *((f"checkpoint{_TIME}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
         *((f"last_failure{_TIME}", "Start of the newest failure.", f.began) for f in failures[-1:]),
-        ("step_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
+        ("iteration_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
+        ("step_seconds", "Former name of deadpool_iteration_seconds.", story.pace()),
         (f"end{_TIME}", "When the run ended.", ended.wall_seconds if ended else None),
     ]
     for name, text, value in gauges:
@@ -203,8 +205,10 @@ def _counters(view: View) -> Iterator[Metric]:
     yield seconds
     text = "Seconds of recoveries by phase."
     yield _family("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
-    text = "Iterations computed again."
-    yield _counter("steps_recomputed", text, sum(f.steps_recomputed or 0 for f in recoveries))
+    recomputed = sum(failure.steps_recomputed or 0 for failure in recoveries)
+    yield _counter("iterations_recomputed", "Iterations computed again.", recomputed)
+    text = "Former name of deadpool_iterations_recomputed_total."
+    yield _counter("steps_recomputed", text, recomputed)
     text = "Seconds of all roles at the commit gate."
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)

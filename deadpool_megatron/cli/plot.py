@@ -18,7 +18,7 @@ _SHADES = """
 #D55E00 #E69F00 #B9B4A2 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
 """
 _COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
-_KILL_TITLE = "A node dies in the middle of a step"
+_KILL_TITLE = "A node dies in the middle of an iteration"
 _GREY, _PALE, _BLUE, _RED = "#999999", "#B8C4CE", "#0B5394", "#C0392B"
 
 

@@ -78,8 +78,10 @@ def describe_failure(failure: Interruption, view: View) -> list[str]:
         facts.append(("state", f"of iteration {iteration} (computed in epoch {lineage})"))
     if failure.is_over:
         phases = ", ".join(f"{name} {value:.3f}" for name, value in failure.phases.items())
-        until = "" if failure.seconds is None else f"{failure.seconds:.3f} s until the next step, "
-        cost = f"{until}{count(failure.steps_recomputed, 'step')} computed again"
+        until = ""
+        if failure.seconds is not None:
+            until = f"{failure.seconds:.3f} s until the next iteration, "
+        cost = f"{until}{count(failure.steps_recomputed, 'iteration')} computed again"
         facts += [
             ("seats", narration.describe_seats(failure.seats_changed)),
             ("phases", phases and f"{phases} s"),
@@ -128,13 +130,13 @@ def _shorten(text: str) -> str:
 
 def _describe_steps(story: Story) -> list[str]:
     if not story.steps:
-        return ["  no step finished yet"]
+        return ["  no iteration finished yet"]
     last, times = story.steps[-1], summary(story.step_seconds())
-    text = f"  {count(len(story.steps), 'step')} finished, the last is iteration {last.iteration}"
+    text = f"  {count(len(story.steps), 'iteration')} finished, the last is {last.iteration}"
     lines = [text if last.loss is None else f"{text} with loss {decimal(last.loss):.4f}"]
     if times["count"]:
         text = ", ".join(f"{name} {times[name]:.3f}" for name in ("mean", "p50", "p95", "p99"))
-        lines.append(f"  seconds per step: {text}")
+        lines.append(f"  seconds per iteration: {text}")
     return lines
 
 
@@ -148,12 +150,12 @@ def _phase_table(failures: list[Interruption]) -> list[str]:
     phases = {name for failure in failures for name in failure.phases}
     names = [name for name in PHASES if name in phases] + sorted(phases - PHASES.keys())
     rows = [[name, *_cells(name, groups)] for name in names]
-    return table(header, [*rows, ["to next step", *_cells("", groups)]])
+    return table(header, [*rows, ["to next iteration", *_cells("", groups)]])
 
 
 def _cells(name: str, groups: list[list[Interruption]]) -> list[str]:
     """Return count, mean and maximum of the seconds in a phase, for each group of failures. An
-    empty name means the seconds to the next step."""
+    empty name means the seconds to the next iteration."""
     cells = list[str]()
     for group in groups:
         values = [failure.phases.get(name) if name else failure.seconds for failure in group]
@@ -187,7 +189,7 @@ def _describe_protection(view: View) -> list[str]:
         gate += f" the longest {longest:.3f} s (role {role}, iteration {iteration})"
     steps = max(1, len(story.steps))
     written = ", ".join(
-        f"{kind.value} {size(total)} ({size(total / steps)} per step)"
+        f"{kind.value} {size(total)} ({size(total / steps)} per iteration)"
         for kind, total in story.bytes_by_kind.items()
     )
     lines = [f"commit gate: {gate}", *([f"bytes: {written}"] if written else [])]

@@ -158,9 +158,9 @@ def line_of(event: Event) -> Line | None:
         return Line(text.format(**{**vars(event), **data, "data": dict(data)}), style)
     match event.kind:
         case Kind.STEP:
-            return Line(f"step {event.iteration}{_numbers(data)}", passes=True)
+            return Line(f"iteration {event.iteration}{_numbers(data)}", passes=True)
         case Kind.EVALUATION:
-            return Line(f"evaluation at step {event.iteration}{_numbers(data)}")
+            return Line(f"evaluation at iteration {event.iteration}{_numbers(data)}")
         case Kind.STACK:
             return Line(f"stack of {describe_stack(event)}", "yellow")
         case Kind.EPOCH_CLOSED:
@@ -211,7 +211,9 @@ def describe_loss(event: Event) -> str:
     if event.kind is Kind.VAULT_LOST:
         name = f"vault of {name}"
     elif event.kind is Kind.MEMBER_LOST:
-        name = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
+        # A run of 0.6 has the local rank as "slot".
+        local_rank = data.get("local_rank", data.get("slot", 0))
+        name = process_name(event.node or 0, local_rank, data.get("incarnation", 0))
     cause = str(data.get("cause") or "lost")
     role = "" if event.role is None else f" (role {event.role})"
     return (cause if name in cause else f"{name}: {cause}") + role
@@ -220,11 +222,15 @@ def describe_loss(event: Event) -> str:
 def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
     """Return ``failure 2 [node-lost] on b7: node 1: connection closed``."""
     noun = "planned change" if failure.planned else "failure"
-    return f"{noun} {failure.number} {label(failure, hosts)}"
+    colon = ":" if failure.kind == FailureKind.PLANNED else ""
+    return f"{noun} {failure.number}{colon} {label(failure, hosts)}"
 
 
 def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
-    """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause."""
+    """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause. Of a
+    planned change, return the cause alone."""
+    if failure.kind == FailureKind.PLANNED:
+        return failure.cause
     best = failure.cause_event
     cause = failure.cause if best.kind is Kind.EPOCH_CLOSED else describe_loss(best)
     host = "" if best.node is None or failure.planned else f" on {hosts.get(best.node, '?')}"
@@ -278,7 +284,7 @@ def _ending(story: Story) -> Line:
 
 def describe_stack(event: Event) -> str:
     """Return ``role 3 (process 0 of node 1): step (loop.py:12) < train (loop.py:80) ...``."""
-    process = f"process {event.data.get('slot', '?')} of node {event.node}"
+    process = f"process {event.data.get('local_rank', '?')} of node {event.node}"
     process = process if event.role is None else f"role {event.role} ({process})"
     if event.data.get("missing"):
         return f"{process}: none, {event.data['missing']}"

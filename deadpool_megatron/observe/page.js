@@ -34,7 +34,7 @@ function drawBanner({ banner, ended, now, run }) {
   const { look, title, why, spares, last_step_at: step, failure, to_do: advice } = banner, facts = [];
   const fact = (before, text, after, look = "") => facts.push(html("span", { class: look }, before, html("b", {}, text), after));
   if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
-  if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
+  if (step !== null) fact("last iteration ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
   const made = [html("h2", {}, title), html("p", {}, ...facts)];
   if (why) made.push(html("p", {}, html("b", {}, "Why: "), why));
   if (advice) made.push(html("p", {}, html("b", {}, "What to do: "), advice));

@@ -36,7 +36,7 @@ PHASES: Mapping[str, str] = {
     "sync": "parameters come from the data-parallel peers",
     "verify": "peers compare what they must hold equal",
     "reprotect": "until lost copies are made again, at the same time as the others",
-    "replay": "the interrupted step runs again",
+    "replay": "the interrupted iteration runs again",
     "abandoned": "a new epoch failed again before its first iteration was finished",
 }
 _RARE_PHASES = ("wait", "abandoned")

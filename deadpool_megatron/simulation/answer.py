@@ -120,9 +120,10 @@ def sentences(job: Job, rows: Rows, found: Sequence[Trace], rate: float) -> Iter
     )
     limit, mtbf = break_even(job)
     second = (
-        f"Protecting each step is taken to cost {overhead:.1%}: against restarts in the job it pays"
-        f" below {limit:.2%}, or if the run fails more often than each {mtbf / HOUR:,.1f} h."
-        f" Protecting one step in {cadence:.0f} adds {worth('the same, best cadence', elastic)}."
+        f"Protecting each iteration is taken to cost {overhead:.1%}: against restarts in the job it"
+        f" pays below {limit:.2%}, or if the run fails more often than each {mtbf / HOUR:,.1f} h."
+        f" Protecting one iteration in {cadence:.0f} adds"
+        f" {worth('the same, best cadence', elastic)}."
     )
     yield from [*textwrap.wrap(first, 100), *textwrap.wrap(second, 100)]
 

@@ -120,7 +120,7 @@ def test_node_is_killed_as_in_readme(here):
     for line in (
         r"failure 1 \[node-lost\] on \S+: node 0: connection closed",
         r"recovered in \d+\.\d\d s \((\w+ \d+\.\d\d(, )?)+\); copies complete after",
-        rf"step {ITERATIONS}  loss \d\.\d+  grad norm \d",
+        rf"iteration {ITERATIONS}  loss \d\.\d+  grad norm \d",
     ):
         assert re.search(line, printed), printed
     # A phase that took less than 5 ms is not printed.

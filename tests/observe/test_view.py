@@ -70,7 +70,7 @@ class Synthetic:
 
     def crash(self) -> None:
         facts = {"cause": "process 0 of node 1 ended: exit 1", "kind": "process-crash"}
-        self.add(Kind.MEMBER_LOST, node=1, role=2, slot=0, incarnation=0, **facts)
+        self.add(Kind.MEMBER_LOST, node=1, role=2, local_rank=0, incarnation=0, **facts)
         self.add(Kind.EPOCH_CLOSED, node=1, **facts)
         self.set(phase="closing", failing=facts)
 

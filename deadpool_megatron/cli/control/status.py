@@ -141,7 +141,8 @@ def status_lines(run: RunDirectory, run_view: View, *, show_all: bool) -> list[L
 def _activity(facts: Mapping[str, Any]) -> str:
     entered, iteration = facts["waiting"], facts["iteration"]
     wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
-    return f"{facts['section']}{'' if iteration is None else f' {iteration}'}{wait}"
+    section = str(facts["section"]).replace("step", "iteration")
+    return f"{section}{'' if iteration is None else f' {iteration}'}{wait}"
 
 
 def summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
@@ -153,7 +154,7 @@ def summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
         groups.setdefault(key, []).append(int(role))
     lines = []
     for (iteration, activity), members in sorted(groups.items()):
-        # Roles in step may differ by an iteration, as their heartbeats have different times.
+        # Roles may differ by an iteration, as their heartbeats have different times.
         late, style = ("  late: ", "yellow") if iteration + 1 < max(groups)[0] else ("  ", "")
         nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in members}))
         lines.append(Line(f"{late}roles {in_short(members)} (nodes {nodes}): {activity}", style))

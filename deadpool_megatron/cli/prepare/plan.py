@@ -50,8 +50,8 @@ _NODE_ROWS = (
     ("own slots", "own_slots_bytes"),
     ("copies for others", "copies_bytes"),
     ("slots and copies", "memory_bytes"),
-    ("out per step", "out_bytes_per_step"),
-    ("in per step", "in_bytes_per_step"),
+    ("out per iteration", "out_bytes_per_step"),
+    ("in per iteration", "in_bytes_per_step"),
 )
 
 
@@ -203,9 +203,9 @@ def _describe(name: str, assessment: Assessment, swap: str) -> list[str]:
         "Memory and traffic of a node",
         *table(("", "mean", "largest"), memory),
         "",
-        "One step",
+        "One iteration",
         *_time_table(assessment),
-        f"  measured with gloo on CPUs (README.md): a step takes {OVERHEAD_SHARE:.0%} more, a"
+        f"  measured with gloo on CPUs (README.md): an iteration takes {OVERHEAD_SHARE:.0%} more, a"
         f" lost node {swap}",
         "",
         f"verdict: {assessment.verdict()}",
@@ -225,7 +225,7 @@ def _headline(name: str, assessment: Assessment) -> list[str]:
         f" {len(placement.roles)} roles ({split}dp {parallel.dp})",
         f"  {count(cluster.nodes, 'node')} of {count(cluster.gpus_per_node, 'GPU')},"
         f" {count(cluster.spares, 'spare')}, {count(domains, 'failure domain')}",
-        f"  {scheme} for {survived}, every {count(protection.cadence, 'step')}, lag"
+        f"  {scheme} for {survived}, every {count(protection.cadence, 'iteration')}, lag"
         f" {protection.max_lag}, {shards.slots_of(plan)} slots",
     ]
 
@@ -239,13 +239,13 @@ def _time_table(assessment: Assessment) -> list[str]:
         ("ship at its pace", times.paced_ship_seconds),
         ("commit", times.commit_seconds),
         ("window", times.window_seconds),
-        ("step", times.step_seconds),
+        ("iteration", times.step_seconds),
     ]
     cells = [(title, f"{value:.3f}", f"{value / times.step_seconds:.1%}") for title, value in rows]
     return [
-        *table(("", "seconds", "of the step"), cells),
-        f"  RPO: at most {count(steps, 'step')}, {steps * times.step_seconds:.1f} s, computed again"
-        " after a loss",
+        *table(("", "seconds", "of the iteration"), cells),
+        f"  RPO: at most {count(steps, 'iteration')}, {steps * times.step_seconds:.1f} s, computed"
+        " again after a loss",
     ]
 
 
