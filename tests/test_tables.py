@@ -23,8 +23,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = ("deadpool_megatron", "scripts", "tests", "patches", "configs", "tests")
 SUFFIXES = {".py", ".sh", ".toml", ".txt", ".args", ".json", ".jsonl", ".md", ".lock"}
 PATTERN = re.compile(r"[<…*]|\.\.\.|N{2,}|-N\b|\b[A-Z]+_?DIR\b")
-#: Pages that do not say yet who needs them; may only become fewer.
-OPEN = ("control-plane", "figures", "streaming")
 Row = dict[str, str]
 
 
@@ -154,7 +152,7 @@ def test_tables_name_existing_things(page):
 def test_pages_name_their_readers():
     begins = {page.stem: page.read_text().partition("\n## ")[0] for page in PAGES[1:]}
     without = {name for name, text in begins.items() if "ou need this page" not in text}
-    assert without <= {"index", *OPEN}
+    assert without <= {"index"}
 
 
 def test_first_hour_has_each_extra():

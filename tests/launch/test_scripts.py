@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -206,14 +207,15 @@ def with_stand_in(tmp_path: Path, *, coordinates: bool) -> Path:
 
 
 def ssh(
-    tmp_path: Path, *arguments: str, before: Path | None = None
+    tmp_path: Path, *arguments: str, before: Path | None = None, program: str = str(SSH)
 ) -> subprocess.CompletedProcess[str]:
     """Run the script, with a stand-in for ssh that reaches only this host. ``before``: the first
-    folder of its PATH."""
+    folder of its PATH. ``program``: a shell that calls the script, in place of it."""
     reach = stand_in(tmp_path, reach='shift\nexec bash -c "$*"') / "reach"
     here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     path = here if before is None else f"{before}:{here}"
-    return run_among(tmp_path, SSH, *arguments, **environment({"SSH": str(reach), "PATH": path}))
+    variables = environment({"SSH": str(reach), "PATH": path})
+    return run_among(tmp_path, program, *arguments, cwd=tmp_path, **variables)
 
 
 @pytest.mark.slow
@@ -238,6 +240,27 @@ def test_ssh_starts_and_awaits_a_run(tmp_path):
     assert "choose another RUN_DIR" in again.stderr
     ssh(tmp_path, "stop", str(hosts), str(run.path))
     assert not segment_root(run.read_run().run_id).exists()
+
+
+@pytest.mark.slow
+def test_ssh_runs_as_printed(tmp_path):
+    """The commands of docs/launchers.md, on three "hosts" of this machine."""
+    section = (SCRIPTS.parent / "docs" / "launchers.md").read_text().partition("## ssh")[2]
+    block = section.partition("\n```\n")[2].partition("\n```\n")[2].partition("\n```\n")[0]
+    for old, new in (
+        ("gpu01 gpu02 gpu03", "localhost localhost localhost"),
+        ("scripts/launch/ssh.sh", str(SSH)),
+        ("/shared/run1", str(tmp_path / "run")),
+        ("--nproc-per-node 8", f"--nproc-per-node 1 --preload= {shlex.join(FAST)}"),
+        ("train.py", f"{MEMBER} --iterations 10"),
+    ):
+        assert old in block
+        block = block.replace(old, new)
+    done = ssh(tmp_path, "-ec", block, program="bash")
+    assert done.returncode == 0, done.stdout + done.stderr
+    final = read_json(tmp_path / "run" / "final.json")
+    assert final["roles"]["1"]["sha256"] == expected_sha256(1, 10)
+    ssh(tmp_path, "stop", "hosts", str(tmp_path / "run"))
 
 
 @pytest.mark.slow
