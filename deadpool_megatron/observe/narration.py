@@ -227,8 +227,8 @@ def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
 
 
 def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
-    """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause. Of a
-    planned change, return the cause alone."""
+    """Return ``[node-lost] on b7: node 1: connection closed``: code, host, likeliest cause;
+    for a planned change, return the cause alone."""
     if failure.kind == FailureKind.PLANNED:
         return failure.cause
     best = failure.cause_event

@@ -1,4 +1,4 @@
-"""Make pictures of the pages anew, each from runs on this machine: docs/demo.png, docs/elastic.png
+"""Make pictures of the pages again, each from runs on this machine: docs/demo.png, docs/elastic.png
 and docs/page.png. Without a name all three, in some minutes on two cores.
 
     .venv/bin/python -m tests.pictures [demo] [elastic] [page]
