@@ -72,7 +72,7 @@ def command_line() -> str:
         for name in commands:
             shown = _help(name).format_help().rstrip()
             text.append(f"### deadpool {name}\n\n```text\n{shown}\n```\n")
-    return "\n".join([*text, _settings()])
+    return "\n".join([*text, settings_chapter()])
 
 
 def _help(name: str) -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def _help(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def _settings() -> str:
+def settings_chapter() -> str:
     """Return the settings: flags by topic, values of ``--deadpool-set``, the order of limits."""
     text = [
         "## Settings\n",

@@ -51,6 +51,7 @@ PROSE = re.compile(
 #: endings in which two files of the package may not differ
 ENDINGS = re.compile(r"(?:s|e|ers?|ments?|ships?|ings?|ed|_files?|_lists?)$")
 #: what defines a name, with the field that has it
+STORE = ast.Store()
 DEFINITIONS = {ast.arg: "arg", ast.Name: "id", ast.Attribute: "attr"} | dict.fromkeys(
     (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), "name"
 )
@@ -118,8 +119,9 @@ def worn_code() -> Iterator[tuple[str, str, str, str]]:
             if re.search("(?<!word)(?<!fram)ing$", file.stem) or twin.name != file.name:
                 yield "file_names", room, str(name), twin.name
             for node in ast.walk(tree):
-                if isinstance(getattr(node, "ctx", ast.Store()), ast.Store):
-                    found = getattr(node, DEFINITIONS.get(type(node), ""), "")
+                attribute = DEFINITIONS.get(type(node))
+                if attribute and isinstance(getattr(node, "ctx", STORE), ast.Store):
+                    found = getattr(node, attribute) or ""
                     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", found).lower()
                     if NAMES.search(snake) or (found == "slot" and room == "cluster"):
                         yield f"{kind}_names", room, f"{name}:{node.lineno}", found

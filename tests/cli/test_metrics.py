@@ -27,6 +27,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PROMETHEUS_SECONDS = 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no prometheus: scripts/system-packages.sh"
 )

@@ -49,6 +49,7 @@ def gathers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_stock_gloo_gathers_tensor_by_tensor():
     assert (
         run_ranks(2, gathers)

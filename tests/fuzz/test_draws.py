@@ -38,6 +38,7 @@ def test_draws_obey_the_rules():
         assert all(0 <= at <= draws.ITERATIONS - 3 for at in struck)
 
 
+@pytest.mark.slow
 def test_package_accepts_every_draw():
     for drawn in DRAWS:
         found = judge([drawn.script, *drawn.flags, "--deadpool"], version=drawn.choice["tag"][6:])

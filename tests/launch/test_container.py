@@ -39,6 +39,7 @@ def test_recipe_names_existing_files_and_versions():
     assert sent == built | {"configs", "patches", "scripts"}
 
 
+@pytest.mark.slow
 def test_recipe_has_a_torch_that_a_run_accepts():
     """Its build checks it as well, as another base may have another torch."""
     text = RECIPE.read_text()

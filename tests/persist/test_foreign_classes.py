@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from io import BytesIO
 
+import pytest
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
@@ -20,6 +21,7 @@ assert not hasattr(sys.modules["megatron.core"], "__file__")
 """
 
 
+@pytest.mark.slow
 def test_foreign_objects_are_written_as_read(monkeypatch):
     """Members of an enumeration by a call of their class, and as its attributes."""
     plain = ProcessGroupCollection()

@@ -23,6 +23,7 @@ MAP = ROOT / "tests" / "mutants" / "generated" / "coverage.json"
 SCORE = MAP.with_name("score.toml")
 
 
+@pytest.mark.slow
 def test_draw_repeats_and_follows_the_sizes_of_packages(monkeypatch):
     monkeypatch.setattr(draw, "changes", functools.cache(changes))
     drawn = draw.draw(12, "a seed", ROOT)

@@ -28,7 +28,9 @@ def still(shape: Shape) -> World:
     return world
 
 
-@pytest.mark.parametrize("group", range(10))
+@pytest.mark.parametrize(
+    "group", [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in range(10)]
+)
 def test_small_runs_keep_the_rules_under_hazards(group):
     for number in range(group, 150, 10):
         seed = f"{commit()} {number}"
@@ -39,7 +41,10 @@ def test_small_runs_keep_the_rules_under_hazards(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [Shape(64, 2), Shape(64, 0, is_elastic=True)])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(64, 2), pytest.param(Shape(64, 0, is_elastic=True), marks=pytest.mark.full)],
+)
 def test_months_of_64_nodes_keep_the_rules(shape):
     months = Months(commit(), shape)
     months.run(300)

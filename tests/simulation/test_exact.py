@@ -26,6 +26,7 @@ def test_without_failures_each_iteration_counts():
     assert exact(()).ettr == pytest.approx(1 / 1.01, abs=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elastic", [False, True])
 def test_both_models_agree_on_a_bad_month(elastic):
     """Thirteen times the rate of the plan: nodes run out, and others fail in a recovery."""

@@ -168,6 +168,7 @@ def life(member: Member, directory: Path, kind: str, optimizer: str) -> dict[str
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer"), [("ddp", "amsgrad"), ("fsdp", "adamw"), ("hsdp", "momentum")]
 )

@@ -33,6 +33,7 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(capsys):
     assert {"rebuild", "large", "overhead", "spares", "survival"} <= curves.keys()
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(capsys, tmp_path):
     simulated(capsys, "--days", "1", "--seeds", "1", "--plot", str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -22,7 +22,7 @@ def settings(*given: str, nccl: bool) -> Settings:
 
 
 def test_ladder_holds_for_each_device_with_the_numbers_of_the_page():
-    page = site_reference().settings_page().partition("## Order")[0]
+    page = site_reference().settings_chapter().partition("### Order")[0]
     rows = {name.replace("-", "_"): (cpu, nccl or cpu) for name, cpu, nccl in _ROW.findall(page)}
     assert rows.keys() == FIELDS.keys()
     assert "|  |\n" not in page.replace("|  |  |", ""), "each has a meaning"
