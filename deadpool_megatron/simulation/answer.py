@@ -15,6 +15,7 @@ from deadpool_megatron.simulation.job import Job
 from deadpool_megatron.simulation.run import Outcome, Policy, policies, simulate
 
 Rows = dict[str, dict[str, Any]]
+Play = Callable[[Job, Policy, Trace, str], Outcome]
 _GPUS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 _SWEPT: dict[str, tuple[float, ...]] = {
     "rebuild": (1, 2, 5, 10, 20, 40, 80, 120),
@@ -31,11 +32,12 @@ def traces(job: Job, rate: float, days: float, seeds: Sequence[str]) -> list[Tra
     return [job.hazards(rate).trace(seed, job.machines, days) for seed in seeds]
 
 
-def compare(job: Job, found: Sequence[Trace], rate: float) -> Rows:
-    """Return the answers for each policy: means over the traces with 95 % intervals."""
+def compare(job: Job, found: Sequence[Trace], rate: float, play: Play = simulate) -> Rows:
+    """Return the answers for each policy: means over the traces with 95 % intervals. ``play``: the
+    model, the fast one or :func:`.exact.simulate`."""
     ways = policies(job, job.hazards(rate).per_node_day / DAY)
     return {
-        way.name: _row(job, way, [simulate(job, way, t, str(n)) for n, t in enumerate(found)])
+        way.name: _row(job, way, [play(job, way, t, str(n)) for n, t in enumerate(found)])
         for way in ways
     }
 

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deadpool_megatron.simulation.hazards import NODE, WRONG, Failure, Trace
 from deadpool_megatron.simulation.job import SETTLE, SIGNS, SPARE_TIMEOUT, Job, best_interval
@@ -104,12 +104,55 @@ def policies(job: Job, per_second: float) -> list[Policy]:
     ]
 
 
-class _Run:
+class Timeline:
+    """A run between the failures of a trace: calls that are due later, in order. In a
+    subclass, ``_advance`` lets time pass, ``_fail`` has a failure happen, ``_end`` completes the
+    outcome."""
+
+    def __init__(self, job: Job, trace: Trace) -> None:
+        self.job, self.trace, self.outcome = job, trace, Outcome(trace.seconds)
+        self.now = 0.0
+        self.timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+
+    def play(self) -> Outcome:
+        """Run to the end of the trace."""
+        for failure in self.trace.failures:
+            self._pass(failure.at)
+            self._fail(failure)
+        self._pass(self.trace.seconds)
+        self._end()
+        self.outcome.absent /= self.trace.seconds
+        return self.outcome
+
+    def _pass(self, until: float) -> None:
+        """Make the calls that are due."""
+        while self.timers and self.timers[0][0] <= until:
+            at, _, act, args = heapq.heappop(self.timers)
+            self._advance(at)
+            act(*args)
+        self._advance(until)
+
+    def _after(self, seconds: float, act: Callable[..., None], *args: object) -> None:
+        heapq.heappush(self.timers, (self.now + seconds, next(self._numbers), act, args))
+
+    def _advance(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _fail(self, failure: Failure) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class _Run(Timeline):
     """The state of a run between failures. ``resume``: when it trains again (in the past: since
     when it trains)."""
 
     def __init__(self, job: Job, policy: Policy, trace: Trace, luck: random.Random) -> None:
-        self.job, self.policy, self.trace, self.luck = job, policy, trace, luck
+        super().__init__(job, trace)
+        self.policy, self.luck = policy, luck
         self.full = self.size = job.sizes[-1]
         # Node with a seat -> its model replica.
         self.seats = {node: node // job.replica_nodes for node in range(job.nodes)}
@@ -118,29 +161,8 @@ class _Run:
         self.missing: list[int] = []  # replicas of seats without a node
         self.out: dict[int, float] = {}  # replica that is away -> when it is back
         self.exposed: list[float] = []  # losses of nodes whose state is not on two nodes again
-        self.now = self.resume = self.since = self.safe_at = 0.0
+        self.resume = self.since = self.safe_at = 0.0
         self.began: float | None = None
-        self.timers: list[tuple[float, int, Callable[[int], None], int]] = []
-        self.numbers = itertools.count()
-        self.outcome = Outcome(trace.seconds)
-
-    def play(self) -> Outcome:
-        """Run to the end of the trace."""
-        for failure in self.trace.failures:
-            self._pass(failure.at)
-            self._fail(failure)
-        self._pass(self.trace.seconds)
-        self._account(self.trace.seconds)
-        self.outcome.absent /= self.trace.seconds
-        return self.outcome
-
-    def _pass(self, until: float) -> None:
-        """Let the timers that are due act."""
-        while self.timers and self.timers[0][0] <= until:
-            at, _, act, number = heapq.heappop(self.timers)
-            self._advance(at)
-            act(number)
-        self._advance(until)
 
     def _advance(self, now: float) -> None:
         spent, self.now = now - self.now, now
@@ -151,8 +173,8 @@ class _Run:
             self.outcome.recoveries.append(self.resume - self.began)
             self.began = None
 
-    def _after(self, seconds: float, act: Callable[[int], None], number: int = 0) -> None:
-        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), act, number))
+    def _end(self) -> None:
+        self._account(self.now)
 
     def _account(self, now: float, lost: float = 0.0) -> None:
         """Count the training since ``resume`` but the seconds that are lost."""
@@ -271,12 +293,12 @@ class _Run:
         nodes = (len(self.seats) + len(self.idle)) // self.job.replica_nodes
         return max((size for size in self.job.sizes if size <= nodes), default=0)
 
-    def _shrink(self, _: int) -> None:
+    def _shrink(self) -> None:
         is_over = self.now - self.since >= 2 * self.job.change - 1e-6
         if self.missing and is_over and (size := self._fitting()):
             self._resize(size)
 
-    def _grow(self, _: int) -> None:
+    def _grow(self) -> None:
         if self.missing or self.now < self.resume:
             self._after(SETTLE, self._grow)
         elif (size := self._fitting()) > self.size:

@@ -16,7 +16,7 @@ from deadpool_megatron.cli.common import CommandError, table
 from deadpool_megatron.cli.prepare.plan import add_plan_arguments, arg_sections, job_of, tokens_of
 from deadpool_megatron.planning.assessment import assess
 from deadpool_megatron.planning.sections import read_plan
-from deadpool_megatron.simulation import answer, hazards
+from deadpool_megatron.simulation import answer, exact, hazards
 from deadpool_megatron.simulation.job import Job
 
 _EPILOGUE = """\
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", default="0", help="text from which all draws follow (default: 0)")
     text = "another value of a constant; may be repeated"
     add("--assume", action="append", default=[], metavar="NAME=VALUE", help=text)
+    add("--exact", action="store_true", help="the table by the coordinator itself; says how long")
     add("--list", action="store_true", help="show all constants with their sources, and end")
     add("--plot", type=Path, metavar="FILE", help="draw the curves (needs matplotlib)")
 
@@ -84,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
     rows = answer.compare(job, found, rate)
     result: dict[str, Any] = {"seed": args.seed, "policies": rows}
     result["words"] = [*answer.sentences(job, rows, found, rate)]
+    if args.exact:
+        minutes = sum(exact.seconds_of(job, trace) for trace in found) / 60
+        print(f"about {minutes:.1f} minutes of one processor", file=sys.stderr, flush=True)
+        result["policies"] = answer.compare(job, found, rate, exact.simulate)
     if args.json or args.plot:
         steps = itertools.count(1)
         progress = lambda: _show(next(steps) / answer.STEPS)  # noqa: E731

@@ -46,9 +46,9 @@ def measure(args: argparse.Namespace, _: Path) -> Facts:
         # A row for each round: seconds, seconds of the processor.
         stock, seam = (np.array(each)[:, index] for each in found.values())
         values = {
-            "own_cpu_seconds_per_call": (seam - stock)[:, 1],
-            "stock_seconds": stock[:, 0],
-            "seam_seconds": seam[:, 0],
+            "own_cpu_seconds_per_call": (seam - stock)[:, 1].tolist(),
+            "stock_seconds": stock[:, 0].tolist(),
+            "seam_seconds": seam[:, 0].tolist(),
         }
         rows.append(row(name, values, {"seam_over_stock": [*(seam / stock)[:, 0]]}, kb))
     return {"at": "KB", "rows": rows}

@@ -81,3 +81,10 @@ def test_a_wrong_line_of_a_log_is_named(tmp_path, line):
 def test_an_unknown_or_wrong_assumption_is_refused(capsys, assumed):
     assert cli.main(["simulate", PLAN, "--assume", assumed]) == 2
     assert "--assume" in capsys.readouterr().err
+
+
+def test_the_coordinator_itself_can_decide(capsys):
+    assert cli.main(["simulate", PLAN, "--seeds", "1", "--days", "5", "--exact"]) == 0
+    found = capsys.readouterr()
+    assert "minutes of one processor" in found.err
+    assert "hot swap, elastic" in found.out
