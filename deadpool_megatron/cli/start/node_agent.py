@@ -23,6 +23,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     if args.host is not None:
         preconditions.check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is created
+    command = scripts.requested_command(args)  # before the first agent adopts it
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -150,7 +152,7 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
     elif args.resume is not None:
         # Another agent resumes OLD, and may need the part of its state that is on this host.
         resume.dump_remaining_memory(RunDirectory(args.resume))
-    info = _run_of(run, args)
+    info = _run_of(run, args, command)
     run.run_id = info.run_id
     if args.attach and info.directory:  # the paths in the run's command are relative to it
         try:
@@ -286,8 +288,9 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     run.create(info)
 
 
-def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
-    """Return the facts of the run. Raises CommandError if it is over, or contradicts ``args``."""
+def _run_of(run: RunDirectory, args: argparse.Namespace, command: Sequence[str]) -> RunInfo:
+    """Return the facts of the run. ``command``: the requested one. Raises CommandError if the run
+    is over, or contradicts the command or ``args``."""
     info = run.read_run()
     if run.final.exists():
         advice = (
@@ -318,7 +321,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if (
         args.command
         and not info.check_only
-        and scripts.expanded(scripts.member_command(args.command)) != info.command
+        and scripts.expanded(scripts.member_command(command)) != info.command
     ):
         raise common.CommandError(f"the run has another command: {' '.join(info.command)}")
     return info

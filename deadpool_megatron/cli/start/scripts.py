@@ -53,17 +53,22 @@ def script_of(command: Sequence[str]) -> str | None:
     return command[2] if tuple(command[:2]) == ("-m", MODULE) and len(command) > 2 else None
 
 
+def requested_command(args: argparse.Namespace) -> list[str]:
+    """Return the user's command with all switches. A script of Megatron-LM in its checkout gets the
+    switch --deadpool if the user did not give it."""
+    switches, script = arguments.switches_in(args), "".join(args.command[:1])
+    if FLAG not in (*args.command, *switches) and _is_megatron_script(script):
+        switches = [FLAG, *switches]
+    return [*args.command, *switches]
+
+
 def adopt(args: argparse.Namespace) -> tuple[str, ...]:
     """Set ``args.command`` to the members' command, and put the settings among the script's
-    arguments into ``args``. Return the user's command with all switches. A script of Megatron-LM in
-    its checkout gets the switch --deadpool if the user did not give it.
+    arguments into ``args``. Return the user's command with all switches.
 
     Raises CommandError, also for errors that each process would otherwise report later.
     """
-    switches = arguments.switches_in(args)
-    if FLAG not in (*args.command, *switches) and _is_megatron_script(args.command[0]):
-        switches = [FLAG, *switches]
-    args.command = [*args.command, *switches]
+    args.command = requested_command(args)
     command, lines = member_command(args.command), list[str]()
     if script_of(command) is not None:
         version = versions.tree_version(versions.tree_of(Path(args.command[0])))
