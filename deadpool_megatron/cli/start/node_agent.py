@@ -289,8 +289,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
 
 
 def _run_of(run: RunDirectory, args: argparse.Namespace, command: Sequence[str]) -> RunInfo:
-    """Return the facts of the run. ``command``: the requested one. Raises CommandError if the run
-    is over, or contradicts the command or ``args``."""
+    """Return the facts of the run. ``command``: that of ``args`` with all switches. Raises
+    CommandError if the run is over, or contradicts the command or ``args``."""
     info = run.read_run()
     if run.final.exists():
         advice = (
