@@ -120,12 +120,12 @@ Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
 
 
 def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
-    """Return the titles and bars of lanes, from the top: the whole run, the copies, each role.
+    """Return the titles and bars of lanes, from the top: the recovery, the copies, each role.
     Return no lanes for a failure that is not over."""
     if not failure.is_over:
         return []
     run_bars, decided_at = list[Bar](), 0.0
-    lanes = [("whole run", run_bars)]
+    lanes = [("recovery", run_bars)]
     for phase, length in failure.phases.items():
         if phase == "reprotect":  # starts after the decision, concurrent with the other phases
             lanes.append(("copies", [(phase, decided_at, decided_at + length)]))
@@ -168,6 +168,7 @@ def _draw_recovery(
     drawn = {phase for _, bars in lanes for phase, start, end in bars if end - start >= 0.0005}
     handles = []
     for phase in [*(p for p in PHASES if p in drawn), *sorted(drawn - PHASES.keys())]:
-        label = f"{phase} {failure.phases[phase]:.3f} s" if phase in failure.phases else phase
+        name = "flush" if phase == "drain" else phase  # of communicators
+        label = f"{name} {failure.phases[phase]:.3f} s" if phase in failure.phases else name
         handles.append(Patch(color=_COLOURS.get(phase, _GREY), label=label))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
