@@ -274,7 +274,7 @@ def test_chain_that_has_lost_more_nodes_than_spares_continues_with_the_others(cl
             *("--deadpool-persist-directory", exports, "--deadpool-spare-timeout", "3"),
             *("--deadpool-elastic", "off", "--deadpool-start-seconds", "80"),
         ),
-        training=(f"{checkout()}/pretrain_gpt.py", *flags, "--deadpool"),
+        training=(f"{checkout()}/pretrain_gpt.py", *flags),
         variables={"SMALLER": "2"},
     )
     first, second = wanted.chain(2, f"--exclude={','.join(cluster.nodes[4:])}")
