@@ -133,4 +133,4 @@ def test_node_is_killed_as_in_readme(here):
     comparison = compare_results(plain, struck)
     assert comparison.identical, "\n".join(map(str, comparison.differences))
     assert comparison.compared["steps"] == ITERATIONS
-    assert "identical" in run(here, [commands[0], "deadpool compare runs/plain runs/lm"])
+    assert "identical" in run(here, [".venv/bin/deadpool compare runs/plain runs/lm"])
