@@ -76,7 +76,7 @@ def _draw_losses(
     reference = "stock training at the same sizes" if failed.changes else "undisturbed run"
     axes.plot(*curve_of(undisturbed), label=reference, **thick)
     axes.plot(*curve_of(failed), label=label, **thin)
-    axes.legend(loc="upper right" if failed.changes else "lower left", frameon=False)
+    axes.legend(loc="lower left", frameon=False)
     if failure is not None:
         killed = failure.last_iteration + 0.5
         axes.axvline(killed, color=_RED, linewidth=1.4)
