@@ -36,9 +36,10 @@ def simulate(job: Job, policy: run.Policy, trace: Trace, seed: str) -> run.Outco
     if not policy.is_hot:
         return run.simulate(job, policy, trace, seed)
     gc.disable()  # it would look at all agents again and again
-    outcome = _Run(job, policy, trace, seed).play()
-    gc.enable()
-    return outcome
+    try:
+        return _Run(job, policy, trace, seed).play()
+    finally:
+        gc.enable()
 
 
 def seconds_of(job: Job, trace: Trace) -> float:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ def policies(job: Job, per_second: float) -> list[Policy]:
     ]
 
 
-class Timeline:
+class Timeline(ABC):
     """A run between the failures of a trace: calls that are due later, in order. In a
     subclass, ``_advance`` lets time pass, ``_fail`` has a failure happen, ``_end`` completes the
     outcome."""
@@ -136,14 +137,14 @@ class Timeline:
     def _after(self, seconds: float, act: Callable[..., None], *args: object) -> None:
         heapq.heappush(self.timers, (self.now + seconds, next(self._numbers), act, args))
 
-    def _advance(self, now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _advance(self, now: float) -> None: ...
 
-    def _fail(self, failure: Failure) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _fail(self, failure: Failure) -> None: ...
 
-    def _end(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _end(self) -> None: ...
 
 
 class _Run(Timeline):
