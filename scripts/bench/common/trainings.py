@@ -34,7 +34,8 @@ WARM_UP = 3
 # Short compared with a step, long compared with the cost of a poll.
 _POLL_SECONDS = 0.01
 _SILENCE_SECONDS = 300.0
-_STOP_SECONDS = 30.0
+# For the end of a run whose steps have all been reported, or that is stopped.
+_STOP_SECONDS = 60.0
 _MIN_SHOWN_SECONDS = 0.001
 NewSteps = Callable[[], int]
 
@@ -92,7 +93,7 @@ class Watch:
     ) -> Measured:
         """Watch until the run is over; ``new_steps`` returns the number of steps reported since its
         last call. Raises BenchError, with the end of ``output``, if it ends with fewer steps than
-        it should, or reports nothing for ``silence_seconds``.
+        it should, reports nothing for ``silence_seconds`` or does not end after its last step.
         """
         expected = WARM_UP + 1 + self._steps + unmeasured_steps
         last, over = time.perf_counter(), False
@@ -102,6 +103,8 @@ class Watch:
             for _ in range(new_steps()):
                 last = time.perf_counter()
                 self._take(last)
+            if len(self._times) >= expected:
+                silence_seconds = _STOP_SECONDS
             if 0 < len(self._times) <= WARM_UP:
                 found = max(self.measured.memory_bytes, memory_bytes(self._mark))
                 self.measured.memory_bytes = found
