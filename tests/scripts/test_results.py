@@ -19,13 +19,12 @@ HISTORY = tomllib.loads((RESULTS / "history.toml").read_text())
 #: Older than the previous minor version, or of a commit that is gone: to be made again. It may only
 #: become shorter; so may STALE_NUMBERS.
 STALE = {
-    *("coordinator-4096.json", "coordinator.json", "overhead-cpu.json", "peers-cpu.json"),
-    *("peers-node-cpu.json", "protection-20M-cpu.json", "protection-50M-cpu.json"),
-    *("protection-5M-cpu.json", "soak.json", "streaming-cpu.json"),
+    *("coordinator-4096.json", "coordinator.json", "protection-20M-cpu.json"),
+    *("protection-50M-cpu.json", "soak.json"),
 }
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 #: Numbers of pages that the result linked there does not have.
-STALE_NUMBERS = {"docs/figures.md": "0.056 1.2", "docs/streaming.md": "10.35"}
+STALE_NUMBERS = {"docs/figures.md": "0.056"}
 #: Those of versions are no measurements.
 LINK = re.compile(r"(?:scripts/bench/results|simulated)/((?!conformance)[\w.-]+\.json)\b")
 # A number with decimals, no part of a version.

@@ -67,7 +67,7 @@ def test_half_of_a_soak_predicts_the_other(name, differences):
         assert found / real - 1 == pytest.approx(0, abs=limit)
 
 
-@pytest.mark.parametrize("name", ["peers-cpu", "peers-node-cpu"])
+@pytest.mark.parametrize("name", ["peers-0.5-cpu", "peers-node-0.5-cpu"])
 def test_one_round_of_the_other_systems_predicts_the_second(name):
     sizes = json.loads((RESULTS / f"{name}.json").read_text())["sizes"]["5M"]
     step, differences = sizes["undisturbed"]["step_seconds"]["mean"], {}
