@@ -55,8 +55,8 @@ sys.path[:0] = _PLACES
 import coverage_map  # noqa: E402
 import draw  # noqa: E402
 from common.termination import marked_processes, orderly_termination  # noqa: E402
+from known_slips import SLIPS, Slip, load, missing_tests  # noqa: E402
 
-SLIPS = ROOT / "tests" / "mutants"
 # Of generated slips, below the tree's root.
 _GENERATED = Path("tests", "mutants", "generated")
 _MARK = "DEADPOOL_MUTATE"
@@ -77,31 +77,6 @@ _ENDED = (2, 3)  # the exit status where something ended the run, or raised outs
 _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
 
-@dataclass(frozen=True)
-class Slip:
-    """A slip. ``tests``: files or node ids; a single failure suffices. ``equivalent``: the reason
-    why no test can notice it; such a slip is not run. ``budget_seconds``: the time after which no
-    further test begins; 0: no limit."""
-
-    id: str
-    file: str
-    old: str
-    new: str
-    means: str
-    tests: tuple[str, ...] = ()
-    slow: bool = False
-    equivalent: str = ""
-    budget_seconds: float = 0.0
-
-    def applied(self, root: Path = ROOT) -> str:
-        """The file's text with the slip in it. Raises ValueError if it cannot be made."""
-        path = root / self.file
-        text = path.read_text() if path.exists() else ""
-        if text.count(self.old) != 1:
-            raise ValueError(f"its text is {text.count(self.old)} times in {self.file}")
-        return text.replace(self.old, self.new)
-
-
 @dataclass
 class Trial:
     """A slip on its way: how it ended, and the test that noticed it."""
@@ -111,21 +86,6 @@ class Trial:
     by: str = ""
     began_seconds: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
-
-
-def load(directory: Path = SLIPS) -> list[Slip]:
-    """Return all slips of a directory, in order. Raises ValueError for a wrong slip."""
-    found: dict[str, Slip] = {}
-    for path in sorted(directory.glob("*.toml")):
-        for entry in tomllib.loads(path.read_text())["slip"]:
-            try:
-                slip = Slip(**{**entry, "tests": tuple(entry.get("tests", ()))})
-            except TypeError as error:
-                raise ValueError(f"{path.name}: {entry.get('id')}: {error}") from None
-            if slip.id in found or bool(slip.tests) == bool(slip.equivalent):
-                raise ValueError(f"{path.name}: {slip.id}: there twice, or without tests")
-            found[slip.id] = slip
-    return list(found.values())
 
 
 def generate(count: int, seed: str, root: Path = ROOT) -> list[Slip]:
@@ -141,20 +101,6 @@ def generate(count: int, seed: str, root: Path = ROOT) -> list[Slip]:
         gone = missing_tests(slip, root)
         slips.append(replace(slip, tests=tuple(test for test in tests if test not in gone)))
     return slips
-
-
-def missing_tests(slip: Slip, root: Path = ROOT) -> list[str]:
-    """Those of a slip's tests whose file does not have them, by their names."""
-
-    def there(test: str) -> bool:
-        file, *names = test.split("[")[0].split("::")
-        path = root / file
-        text = path.read_text() if path.is_file() else ""
-        return path.exists() and all(
-            re.search(rf"^\s*(?:(?:async )?def |class |from .* ){n}\b", text, re.M) for n in names
-        )
-
-    return [test for test in slip.tests if not there(test)]
 
 
 class _NoShrinking:

@@ -171,6 +171,7 @@ def make_info(
         command=tuple(args.command),
         settings=replace(settings, first_role=first or settings.first_role),
         directory=str(Path.cwd()),
+        environment=host.numeric_variables(),
         restore=tuple(restore),
     )
 

@@ -67,18 +67,22 @@ class Eligibility(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Defect:
-    """A problem of a node, the eligibility that results, and the remedy."""
+    """A problem of a node, the eligibility that results, and the remedy. ``of_program``: only the
+    software differs."""
 
     eligibility: Eligibility
     text: str
+    of_program: bool = False
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The eligibility of a node, and the reasons against it."""
+    """The eligibility of a node, and the reasons against it. ``of_program``: it is excluded for its
+    software alone."""
 
     eligibility: Eligibility = Eligibility.GOOD
     reasons: tuple[str, ...] = ()
+    of_program: bool = False
 
     @staticmethod
     def of(defects: Sequence[Defect]) -> Judgement:
@@ -86,7 +90,9 @@ class Judgement:
         kinds = {defect.eligibility for defect in defects}
         worst = Eligibility.WEAK if kinds else Eligibility.GOOD
         worst = Eligibility.EXCLUDED if Eligibility.EXCLUDED in kinds else worst
-        return Judgement(worst, tuple(defect.text for defect in defects))
+        decisive = [defect for defect in defects if defect.eligibility is worst]
+        of_program = worst is Eligibility.EXCLUDED and all(d.of_program for d in decisive)
+        return Judgement(worst, tuple(defect.text for defect in defects), of_program)
 
     @property
     def text(self) -> str:
@@ -131,7 +137,7 @@ def defects_of(facts: HostFacts | None, common_facts: CommonFacts, needs: Needs)
                 f"{name} is {version or 'not there'}, on most nodes it is"
                 f" {common or 'not there'}: use the same environment or image"
             )
-            defects.append(Defect(result, text))
+            defects.append(Defect(result, text, of_program=True))
     if common_facts.has_gpus and facts.gpus < needs.gpus_per_node:
         text = f"{facts.gpus} GPUs, --nproc-per-node is {needs.gpus_per_node}"
         defects.append(_excluded(f"{text}: look at nvidia-smi and dmesg there"))

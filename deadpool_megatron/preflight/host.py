@@ -32,6 +32,8 @@ _VARIABLES = re.compile(
     r"NVTE_(?!DEBUG)\w+(?<!_DIR|_LOG)|NCCL_(ALGO|PROTO)|NVIDIA_TF32_OVERRIDE|PYTHONHASHSEED|MKL_CBWR"
     r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
 )
+# Read only when Python starts.
+_FIXED = {"PYTHONHASHSEED"}
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _IFF_UP = 1
@@ -77,12 +79,32 @@ def versions() -> dict[str, str]:
         "deadpool-megatron": deadpool_megatron.__version__,
     }
     values |= {name: version for name in _PACKAGES if (version := _package_version(name))}
-    values |= {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+    values |= numeric_variables()
     if nccl := _nccl_version():
         values["nccl"] = nccl
     if driver := _driver_version():
         values["nvidia driver"] = driver
     return values
+
+
+def numeric_variables() -> dict[str, str]:
+    """Return the variables of this process that change computed numbers."""
+    return {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+
+
+def adopt_variables(of_run: Mapping[str, str]) -> list[str]:
+    """Give this process and its children the variables that the run's start had, and return a text
+    for each that was different. Variables that Python reads as it starts stay as they are."""
+    here, texts = numeric_variables(), []
+    for name in sorted((here.keys() | of_run.keys()) - _FIXED):
+        if (value := of_run.get(name)) == (found := here.get(name)):
+            continue
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+        given = "not set" if value is None else value
+        texts.append(f"{name} is {given}, as in the run (it was {found or 'not set'} here)")
+    return texts
 
 
 def available_memory() -> int | None:

@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.prepare import check
-from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node
+from deadpool_megatron.cluster.run_directory.bad_nodes import (
+    BadNode,
+    add_bad_node,
+    read_bad_nodes,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.runs import FAST, MEMBER, deadpool, environment
-from tests.common.wait import MAX_WAIT_SECONDS
+from tests.common.wait import MAX_WAIT_SECONDS, wait_for
 
 OTHER = {"versions": {"torch": "another one"}}
 
@@ -39,7 +43,7 @@ class Nodes:
                 agent.kill()
                 agent.communicate()
 
-    def start(self, node: int, facts: dict[str, Any] | None = None) -> None:
+    def start(self, node: int, facts: dict[str, Any] | None = None, **variables: str) -> None:
         named = {"hostname": f"host{node}", **(facts or {})}
         place = ("--run-dir", str(self.run.path), "--node-id", str(node))
         nodes, spares = map(str, self._size)
@@ -47,7 +51,7 @@ class Nodes:
         program = (sys.executable, "-m", "tests.preflight.made_up_agent", json.dumps(named))
         self.agents[node] = subprocess.Popen(
             [*program, "agent", *place, *size, *FAST, *self._options],
-            env=environment(),
+            env={**environment(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -80,6 +84,24 @@ def test_run_starts_without_an_unfit_node(tmp_path):
     (judged,) = [e for e in read_events(run.events) if e.kind is Kind.NODE_JUDGED]
     assert (judged.node, judged.data["standing"]) == (0, "excluded")
     assert not segment_root(run.read_run().run_id).exists()
+
+
+@pytest.mark.slow
+def test_nodes_take_the_variables_of_the_run(tmp_path):
+    """A spare started by hand, or by another job, has not what the batch script of the run sets."""
+    with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
+        nodes.start(0, NVTE_FLASH_ATTN="0")
+        wait_for("the run", (nodes.run.path / "run.json").exists)
+        nodes.start(1)
+        nodes.start(2, OTHER, NVTE_FLASH_ATTN="0", NCCL_ALGO="Tree")
+        status, _, errors = nodes.end_of(2)
+        assert status == 69
+        assert "NCCL_ALGO is not set, as in the run (it was Tree here)" in errors
+        assert "NCCL_ALGO" not in errors.rpartition("ends: ")[2]
+        ended = [nodes.end_of(node) for node in (0, 1)]
+        assert [status for status, _, _ in ended] == [0, 0], ended
+        assert "NVTE_FLASH_ATTN is 0, as in the run (it was not set here)" in ended[1][2]
+    assert not read_bad_nodes(tmp_path), "a host is not to blame for its software"
 
 
 @pytest.mark.slow

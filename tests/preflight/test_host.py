@@ -30,6 +30,18 @@ def test_facts_survive_json():
     assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
 
 
+def test_variables_of_the_run_replace_those_of_the_host(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"NVTE_X": "1", "NCCL_ALGO": "Ring", "PYTHONHASHSEED": "3"})
+    assert host.adopt_variables({"NVTE_Y": "2", "NCCL_ALGO": "Tree"}) == [
+        "NCCL_ALGO is Tree, as in the run (it was Ring here)",
+        "NVTE_X is not set, as in the run (it was 1 here)",
+        "NVTE_Y is 2, as in the run (it was not set here)",
+    ]
+    expected = {"NVTE_Y": "2", "NCCL_ALGO": "Tree", "PYTHONHASHSEED": "3"}
+    assert os.environ == expected, "Python has read its seed already"
+    assert not host.adopt_variables({"NVTE_Y": "2", "NCCL_ALGO": "Tree"})
+
+
 def test_check_takes_the_needed_memory_from_a_plan(monkeypatch, capsys):
     plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
     large = dataclasses.replace(host.read_facts(""), **LARGE)

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from deadpool_megatron.planning.assessment import assess
 from deadpool_megatron.planning.sections import read_plan
 from deadpool_megatron.simulation import answer, exact, hazards
 from deadpool_megatron.simulation.job import Job
+from deadpool_megatron.simulation.run import Outcome
 
 _EPILOGUE = """\
 docs/planning.md explains the model, and how far it was compared with measurements.
@@ -88,10 +90,16 @@ def run(args: argparse.Namespace) -> int:
     if args.exact:
         minutes = sum(exact.seconds_of(job, trace) for trace in found) / 60
         print(f"about {minutes:.1f} minutes of one processor", file=sys.stderr, flush=True)
-        result["policies"] = answer.compare(job, found, rate, exact.simulate)
+        advance = _bar(len(rows) * len(found))
+
+        def play(*of: Any) -> Outcome:
+            outcome = exact.simulate(*of)
+            advance()
+            return outcome
+
+        result["policies"] = answer.compare(job, found, rate, play)
     if args.json or args.plot:
-        steps = itertools.count(1)
-        progress = lambda: _show(next(steps) / answer.STEPS)  # noqa: E731
+        progress = _bar(answer.STEPS)
         result["curves"] = answer.curves(job, rate, args.days, seeds[:20], progress)
     if args.plot:
         _draw(args.plot, result["curves"])
@@ -99,9 +107,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(share: float) -> None:
-    if sys.stderr.isatty():
-        print(f"\r[{'#' * int(40 * share):40}]", end="", file=sys.stderr, flush=True)
+def _bar(total: int) -> Callable[[], None]:
+    """Return what to call after each of ``total`` parts of a work, to show its progress."""
+    done = itertools.count(1)
+
+    def advance() -> None:
+        parts = 40 * next(done) // total
+        if sys.stderr.isatty():
+            print(f"\r[{'#' * parts:40}]", end="", file=sys.stderr, flush=True)
+
+    return advance
 
 
 def _describe(job: Job, result: dict[str, Any]) -> list[str]:

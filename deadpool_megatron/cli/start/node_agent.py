@@ -44,6 +44,7 @@ from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, slots_are_kept
 from deadpool_megatron.events import read_events
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.preflight.host import adopt_variables
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
@@ -154,6 +155,8 @@ def _prepare(args: argparse.Namespace) -> AgentOptions:
         resume.dump_remaining_memory(RunDirectory(args.resume))
     info = _run_of(run, args, command)
     run.run_id = info.run_id
+    for text in adopt_variables(info.environment):
+        print(f"deadpool agent: {text}", file=sys.stderr, flush=True)
     if args.attach and info.directory:  # the paths in the run's command are relative to it
         try:
             os.chdir(info.directory)

@@ -25,6 +25,7 @@ from deadpool_megatron.cluster.process import program
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
+from deadpool_megatron.preflight.host import numeric_variables
 from deadpool_megatron.settings import Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
@@ -111,6 +112,7 @@ def find_restart(
         command=tuple(args.command),
         settings=settings,
         spares=args.spares,
+        environment=numeric_variables(),
         ended_term=0 if term is None else term.number,
         ended_epoch=0 if epoch is None else epoch[0],
     )

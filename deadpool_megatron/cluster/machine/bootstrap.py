@@ -313,7 +313,8 @@ def _drain_weak(core: Core, judged: Mapping[int, Judgement]) -> None:
 
 def _exclude(core: Core, node: int, judged: Judgement) -> None:
     cause = f"excluded: {judged.text}"
-    drop_node(core, node, Failure.of_node(node, cause, FailureKind.EXCLUDED))
+    kind = FailureKind.OTHER_PROGRAM if judged.of_program else FailureKind.EXCLUDED
+    drop_node(core, node, Failure.of_node(node, cause, kind))
 
 
 def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:

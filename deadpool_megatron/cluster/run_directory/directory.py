@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class RunInfo:
     before this start; ``from_scratch``: the run may begin at iteration 0 if their state is lost.
     ``restore``: the states to begin from, the best first. ``ended_term`` and ``ended_epoch``: the
     newest term and epoch of earlier starts, whose processes have all ended. ``directory``: the
-    working directory of the start.
+    working directory of the start; ``environment``: its variables that change computed numbers.
     """
 
     run_id: str
@@ -97,6 +97,7 @@ class RunInfo:
     finished: int = 0
     from_scratch: bool = False
     directory: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with the version that writes it."""

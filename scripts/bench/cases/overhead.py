@@ -5,7 +5,8 @@ cadence 1) and without (stock gloo), in turns, A/B/A/B. Both report each step wh
 time of a step is that between two reports, taken by this process. The first steps warm up; all
 others count. --other adds runs under torchrun, whose ranks are not forked, so that they need more
 memory: torchrun saves nothing; torchrun-sync-N (torch.distributed.checkpoint), torchrun-async-N and
-lm-resiliency-N each N steps, N being 1, 2, 5, 10 or 50.
+lm-resiliency-N each N steps, N being 1, 2, 5, 10 or 50. --pretrain trains with a user's script, on
+a blend of two texts; each of its ranks has two loader workers, and each run builds its index.
 
 Read own_cpu_seconds_per_step first: the time of vaults, agents, coordinator, standby and launcher,
 and of the threads of members that training does not have (thread_seconds_per_step of the JSON names
@@ -27,6 +28,9 @@ from common.struck import SIZES, size_flags, sizes_of
 from common.trainings import WARM_UP, Measured, parameters, row_of, run_plain, run_protected
 from other_systems.sides import OTHERS, run_other
 
+from deadpool_megatron.trainer.config import parse_args
+from tests.megatron_lm.harness import blend
+
 MINUTES = 10
 ROUNDS, STEPS = 4, 12
 QUICK = ("--rounds", "1", "--tokens", "2048", "--size", "tiny", "--other", "torchrun-async-1")
@@ -40,7 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="20M", help="of the model")
     parser.add_argument("--tokens", type=int, default=sizes, help="per step", **many)
     parser.add_argument("--data-parallel", type=int, default=[2], help="degree", **many)
-    parser.add_argument("--other", choices=OTHERS, nargs="*", default=[], metavar="NAME")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--other", choices=OTHERS, nargs="*", default=[], metavar="NAME")
+    text = "train with pretrain_gpt.py of this Megatron-LM, on a blend with an index and workers"
+    either.add_argument("--pretrain", type=Path, metavar="DIR", help=text)
 
 
 def measure(args: argparse.Namespace, base: Path) -> Facts:
@@ -53,12 +60,25 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
             *("--global-batch-size", str(tokens // config.seq_length)),
         ]
         run = partial(_run, training, degree * PIPELINE, args.steps, base)
+        if args.pretrain:
+            run = partial(_pretrain, training, degree * PIPELINE, args, base)
         takes = {name: partial(run, name) for name in ("plain", "protected", *args.other)}
         sides = in_turns(f"{tokens} tokens, degree {degree}", args.rounds, takes)
         for name, found in sides.items():
             plain = sides["plain"] if name != "plain" else []
             rows.append(row_of(f"{name}, {tokens} tokens", found, plain, degree))
     return {"parameters": parameters(config), "at": "data-parallel degree", "rows": rows}
+
+
+def _pretrain(
+    training: Sequence[str], ranks: int, args: argparse.Namespace, base: Path, name: str, turn: int
+) -> Measured:
+    flags = blend.arguments(base / f"{name}{turn}", parse_args(training))
+    if name == "plain":
+        command, variables = blend.plain(args.pretrain, ranks, flags)
+        return run_plain((), ranks, args.steps, base, 0, variables, command)
+    program, flags = [str(args.pretrain / "pretrain_gpt.py")], [*flags, "--deadpool"]
+    return run_protected(flags, args.steps, base, NODES, ranks // NODES, program=program)
 
 
 def _run(

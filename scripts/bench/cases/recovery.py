@@ -39,7 +39,7 @@ from common import slow_steps
 from common.frame import Facts, UsageError, at_least, in_turns
 from common.outcomes import seconds_of
 from common.struck import NODES, UNMEASURED, iterations, size_flags, strike, struck_iteration
-from common.trainings import WARM_UP, Measured, is_identical, row_of, run_protected
+from common.trainings import Measured, is_identical, row_of, run_protected
 from other_systems.sides import run_launched
 
 from deadpool_megatron.cluster.journal.journal import Journal
@@ -48,7 +48,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 
 MINUTES = 60
-ROUNDS, STEPS = 4, 4
+ROUNDS, STEPS = 4, 8
 QUICK = ("--rounds", "1", "--steps", "2", "--roles", "4", "--sleep", "0", "--kind", "node")
 PLANNED = {
     "node": {"target": "node"},
@@ -131,6 +131,7 @@ def struck(
     killer = Killer(kind, dice, steps)
     measured = train(look=killer.look)
     measured.killed_at = killer.killed_at
+    costs_of([measured])  # a strike that came too late is an error now, not after all rounds
     return measured
 
 
@@ -164,7 +165,7 @@ class Killer:
         run, now = RunDirectory(directory), time.monotonic()
         if self.killed_at is not None:
             return
-        if self._kind == "coordinator" and self._moved_from is None and WARM_UP in reported:
+        if self._kind == "coordinator" and self._moved_from is None and reported:
             self._moved_from = coordinating_node(run)
             posix.kill(coordinator_pid(run))
         if self._iteration - 1 in reported:

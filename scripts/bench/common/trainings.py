@@ -144,16 +144,18 @@ def run_plain(
     base: Path,
     unmeasured_steps: int = 0,
     variables: Mapping[str, str] | None = None,
+    command: Sequence[str] = (),
 ) -> Measured:
-    """Run the training on stock gloo, without protection, which prints a line per step."""
+    """Run the training, or ``command``, on stock gloo, without protection. It prints a line per
+    step."""
     program = Path(__file__).with_name("plain_ranks.py")
-    command = [sys.executable, str(program), str(ranks), *training]
+    command = command or [sys.executable, str(program), str(ranks), *training]
     log = base / f"{uuid.uuid4().hex}.log"
     log.touch()
     with open(log) as lines:
 
         def new_steps() -> int:
-            return sum("iteration " in line and " | loss " in line for line in lines)
+            return sum("iteration " in line and " loss" in line for line in lines)
 
         return watch(command, log, steps, new_steps, variables, unmeasured_steps)
 

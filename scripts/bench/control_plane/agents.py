@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -63,6 +64,8 @@ class Cluster:
         self.counts = Counter[tuple[str, int]]()
         self.record: records.EpochRecord | None = None
         self.seats = records.SeatTable({})
+        # For all vaults: a coordinator takes over without the nodes that refuse its connections.
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2 * (nodes + spares))
         self.agents = [Agent(self, node) for node in range(nodes + spares)]
         self._address: tuple[float, tuple[str, int] | None] = (0.0, None)
         self._newest: Mapping[str, Any] = {}
@@ -180,9 +183,9 @@ class Agent:
             "node": node,
             "boot": f"{os.getpid()}.{node}",
             "facts": _FACTS,
-            "host": f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
+            "host": "127.0.0.1",
             "returns": False,
-            "vault_port": 30000 + node * 7 % 20000,
+            "vault_port": self._cluster.listener.getsockname()[1],
             "domain": f"rack{node // 32}",
             "members": slots,
             "incarnations": slots,

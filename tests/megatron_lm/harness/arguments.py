@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 from tests.megatron_lm.harness.checkout import TAG
 
@@ -66,10 +67,10 @@ def small(**changes: object) -> list[str]:
     return flags
 
 
-def real_text(folder: Path) -> dict[str, object]:
+def real_text(folder: Path, package: ModuleType = json) -> dict[str, object]:
     """Changes for :func:`small` that train on text, prepared below ``folder`` if missing.
 
-    The text is Python source; a token is a byte of it.
+    The text is the source of a package; a token is a byte of it.
     """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -78,7 +79,7 @@ def real_text(folder: Path) -> dict[str, object]:
     if not prefix.with_suffix(".idx").exists():
         folder.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-        for file in sorted(Path(json.__file__).parent.glob("*.py")):
+        for file in sorted(Path(str(package.__file__)).parent.glob("*.py")):
             tokens = np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.int32)
             for start in range(0, len(tokens), 1024):
                 builder.add_document(piece := tokens[start : start + 1024], [len(piece)])

@@ -105,8 +105,18 @@ def test_spare_that_becomes_unfit_is_excluded_before_it_gets_a_role():
     down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
     rig.feed(ev.FactsReported(2, down))
     assert rig.only(act.DropNode).node == 2
+    assert [e.data["kind"] for e in rig.emitted(Kind.NODE_LOST)] == ["excluded"]
     rig.lose(1, g(0))
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
+
+
+def test_host_of_a_spare_with_other_software_is_not_to_blame():
+    rig = Rig(nodes=2, spares=1)
+    come(rig)
+    rig.opened()
+    rig.feed(ev.FactsReported(2, OTHER))
+    assert (rig.only(act.DropNode).node, rig.only(act.DropNode).excluded) == (2, True)
+    assert [e.data["kind"] for e in rig.emitted(Kind.NODE_LOST)] == ["other-program"]
 
 
 def test_weak_node_gives_its_roles_to_a_good_spare():
