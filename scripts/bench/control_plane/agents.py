@@ -136,7 +136,8 @@ class Cluster:
         an order may be repeated late."""
         if not self._inventories:
             self.prepare()
-        return {"t": "inventory", "epoch": epoch, "inventory": self._inventories[node]}
+        inventory = {**self._inventories[node], "epoch": epoch}  # the record may be newer
+        return {"t": "inventory", "epoch": epoch, "inventory": inventory}
 
 
 class Agent:
