@@ -20,7 +20,7 @@ HISTORY = tomllib.loads((RESULTS / "history.toml").read_text())
 #: become shorter; so may STALE_NUMBERS.
 STALE = {
     *("coordinator-4096.json", "coordinator.json", "protection-20M-cpu.json"),
-    *("protection-50M-cpu.json", "soak.json"),
+    "protection-50M-cpu.json",
 }
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 #: Numbers of pages that the result linked there does not have.

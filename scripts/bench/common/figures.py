@@ -126,7 +126,11 @@ def draw(facts: Mapping[str, Any], path: Path) -> None:
             for at, values in places:
                 axis.scatter([at] * len(values), values, s=9, color=f"C{index}")
         axis.set_ylabel(quantity.replace("_", " "), fontsize=7)
-        axis.legend(fontsize=6, ncols=3)
+        if all(line["at"] is None for line in rows):
+            texts = [line["row"] for line in rows]
+            axis.set_xticks(range(len(rows)), texts, rotation=35, ha="right", fontsize=7)
+        else:
+            axis.legend(fontsize=6, ncols=3)
     for (quantity, lines), axis in zip(curves.items(), axes[len(panels) :, 0], strict=True):
         shades = {name: f"C{index}" for index, name in enumerate(dict(lines))}
         for name, points in lines:
