@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -73,12 +74,16 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
 def _pretrain(
     training: Sequence[str], ranks: int, args: argparse.Namespace, base: Path, name: str, turn: int
 ) -> Measured:
-    flags = blend.arguments(base / f"{name}{turn}", parse_args(training))
+    # A step more than is measured: a rank of the script ends right after its last step.
+    config = replace(parsed := parse_args(training), train_iters=parsed.train_iters + 1)
+    flags, more = blend.arguments(base / f"{name}{turn}", config), {"unmeasured_steps": 1}
     if name == "plain":
         command, variables = blend.plain(args.pretrain, ranks, flags)
-        return run_plain((), ranks, args.steps, base, 0, variables, command)
-    program, flags = [str(args.pretrain / "pretrain_gpt.py")], [*flags, "--deadpool"]
-    return run_protected(flags, args.steps, base, NODES, ranks // NODES, program=program)
+        more |= {"variables": variables, "command": command}
+        return run_plain((), ranks, args.steps, base, **more)
+    size = (NODES, ranks // NODES)
+    program = [str(args.pretrain / "pretrain_gpt.py")]
+    return run_protected([*flags, "--deadpool"], args.steps, base, *size, program=program, **more)
 
 
 def _run(

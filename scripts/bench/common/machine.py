@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.process import posix
 ROOT = Path(__file__).parents[3]
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Threads of training in a member, by the names of process and thread: all others are protection's.
-_TRAINING = re.compile(r"dp-nNsN\S*: (main|pt_|gloo)")
+_TRAINING = re.compile(r"dp-nNsN\S*: (main|pt_|gloo)|pt_data_worker")
 
 
 def machine_facts() -> dict[str, Any]:
