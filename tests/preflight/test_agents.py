@@ -90,17 +90,17 @@ def test_run_starts_without_an_unfit_node(tmp_path):
 def test_nodes_take_the_variables_of_the_run(tmp_path):
     """A spare started by hand, or by another job, has not what the batch script of the run sets."""
     with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
-        nodes.start(0, NVTE_FLASH_ATTN="0")
+        nodes.start(0, NVTE_OF_A_TEST="0")
         wait_for("the run", (nodes.run.path / "run.json").exists)
         nodes.start(1)
-        nodes.start(2, OTHER, NVTE_FLASH_ATTN="0", NCCL_ALGO="Tree")
+        nodes.start(2, OTHER, NVTE_OF_A_TEST="0", NCCL_ALGO="Tree")
         status, _, errors = nodes.end_of(2)
         assert status == 69
         assert "NCCL_ALGO is not set, as in the run (it was Tree here)" in errors
         assert "NCCL_ALGO" not in errors.rpartition("ends: ")[2]
         ended = [nodes.end_of(node) for node in (0, 1)]
         assert [status for status, _, _ in ended] == [0, 0], ended
-        assert "NVTE_FLASH_ATTN is 0, as in the run (it was not set here)" in ended[1][2]
+        assert "NVTE_OF_A_TEST is 0, as in the run (it was not set here)" in ended[1][2]
     assert not read_bad_nodes(tmp_path), "a host is not to blame for its software"
 
 

@@ -30,6 +30,8 @@ class User:
         patch.chdir(directory)
         patch.setattr(host, "listed_gpus", lambda: tuple(f"GPU-{n}" for n in range(gpus)))
         patch.delenv(host.GPU_VARIABLE, raising=False)
+        for name in host.numeric_variables():  # other tests of this process have set them
+            patch.delenv(name)
         preconditions.torch_problem.cache_clear()
         count = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
         patch.setattr(preconditions, "_PROBE", count)
