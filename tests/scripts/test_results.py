@@ -19,8 +19,7 @@ HISTORY = tomllib.loads((RESULTS / "history.toml").read_text())
 #: Older than the previous minor version, or of a commit that is gone: to be made again. It may only
 #: become shorter; so may STALE_NUMBERS.
 STALE = {
-    *("coordinator-4096.json", "coordinator.json", "protection-20M-cpu.json"),
-    "protection-50M-cpu.json",
+    *("coordinator-4096.json", "protection-20M-cpu.json", "protection-50M-cpu.json"),
 }
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 #: Numbers of pages that the result linked there does not have.
