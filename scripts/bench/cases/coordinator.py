@@ -109,6 +109,7 @@ class Trial:
             stepping.cancel()
             for agent in self._cluster.agents:
                 agent.kill()
+            self._cluster.listener.close()
             self._service.close()
         first = {name: v for name, v in self._found.items() if name.startswith("own_cpu")}
         return first | self._found
