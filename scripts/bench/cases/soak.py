@@ -15,6 +15,9 @@ A row for each kind, and one for all deaths together:
                            later (a cut, a stop, a full disk), to the end of the first new iteration
   steps_recomputed         of each recovery, after a strike at a random moment
 
+and one for planned changes (a new node in the place of a lost one, a drain): how long training
+stood still.
+
 As root the soak gives itself a network and a mount namespace, in which it cuts connections (nft)
 and fills the disk of the run directory; else these faults are left out.
 
@@ -34,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from soaking import faults, growth, rounds
 
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import segment_root
+from deadpool_megatron.events import Event
 
 MINUTES = 120
 QUICK = (*("--minutes", "0.5", "--seed", "3", "--round-iterations", "150", "--pause", "1", "3"),)
@@ -83,8 +87,7 @@ def measure(args: argparse.Namespace, base: Path) -> Facts:
 def isolate(disk: Path) -> bool:
     """Give this thread and what it starts a network and mounts of their own, with a small file
     system at ``disk``; return whether that could be done."""
-    is_able = os.geteuid() == 0 and shutil.which("nft")
-    if not is_able or ctypes.CDLL(None).unshare(_NEWNS | _NEWNET):
+    if os.geteuid() or not shutil.which("nft") or ctypes.CDLL(None).unshare(_NEWNS | _NEWNET):
         print("not root, or without nft: no cuts, no full disk", file=sys.stderr)
         return False
     for command in ("ip link set lo up", "mount --make-rprivate /"):
@@ -165,9 +168,8 @@ def keep_evidence(round_: rounds.Round, args: argparse.Namespace) -> None:
 
 def rows_of(struck: Sequence[rounds.Struck]) -> list[Row]:
     """Return a row for each kind, and one for all deaths."""
-    groups = {"all deaths": [fault for fault in struck if fault.kind in faults.DEATHS]}
-    for name in sorted({fault.kind for fault in struck}):
-        groups[name] = [fault for fault in struck if fault.kind == name]
+    groups = {name: [it for it in struck if it.kind == name] for name in {it.kind for it in struck}}
+    deaths = [fault for fault in struck if fault.kind in faults.DEATHS]
     return [
         row(
             name,
@@ -177,8 +179,16 @@ def rows_of(struck: Sequence[rounds.Struck]) -> list[Row]:
             },
         )
         | {"faults": len(these), "observed": sum(fault.observed for fault in these)}
-        for name, these in groups.items()
+        for name, these in [("all deaths", deaths), *sorted(groups.items())]
     ]
+
+
+def planned_rows(recoveries: Iterable[Event]) -> list[Row]:
+    """Return a row for planned changes, mostly of size: how long training stood still."""
+    data = [event.data for event in recoveries if rounds.is_planned(event)]
+    seconds, again = ([one[key] for one in data] for key in ("seconds", "steps_recomputed"))
+    values = {"recovery_seconds": seconds, "steps_recomputed": again}
+    return [row("planned change", values)] if data else []
 
 
 def summary(
@@ -199,7 +209,7 @@ def summary(
         wrong.append(f"growth: {grown['parts']}, {files}")
     return {
         "seconds": seconds,
-        "rows": rows,
+        "rows": rows + planned_rows(event for round_ in done for event in round_.recoveries),
         "wrong": wrong,
         "faults": len(struck),
         "recoveries": sum(len(round_.recoveries) for round_ in done),

@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
 )
 from deadpool_megatron.events import Event, EventTail, Kind
+from deadpool_megatron.failures import FailureKind
 from deadpool_megatron.layout.ranks import SIZE_STEP
 from deadpool_megatron.layout.records import EpochRecord
 from soaking import faults, growth
@@ -86,15 +87,23 @@ class Struck:
 
     def settle(self, recoveries: Iterable[Event]) -> None:
         """Take over the numbers of its recoveries, the last of which may end later than the first
-        iteration that was reported: that was under way, and no node was needed for it."""
+        iteration that was reported: that was under way, and no node was needed for it. A planned
+        change is no part of a death: the run trains until a node takes the place of the lost one.
+        """
         for event in recoveries:
-            if event.wall_seconds > self.over_at:
+            is_own = self.kind not in faults.DEATHS or not is_planned(event)
+            if is_own and event.wall_seconds > self.over_at:
                 self.recomputed.append(int(event.data["steps_recomputed"]))
                 self.seconds = max(self.seconds or 0.0, event.wall_seconds - self.over_at)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON object."""
         return {"what" if name == "effect" else name: value for name, value in vars(self).items()}
+
+
+def is_planned(recovery: Event) -> bool:
+    """Whether a recovery is that of a planned change, such as one of size."""
+    return bool(recovery.data["kind"] == FailureKind.PLANNED)
 
 
 @dataclass
