@@ -22,7 +22,9 @@ from other_systems.nodes import NODE_VARIABLE
 class ReplicaKeeper(Keeper):
     """A copy on this rank and one on its neighbour after every ``every`` steps.
 
-    Its construction loads the state of a previous process into ``loop``. Collective.
+    Its construction loads the state of a previous process into ``loop``. Collective. The package
+    agrees on a step within a data-parallel group; without its own rendezvous nobody names one step
+    for all pipeline stages, so that is done here.
     """
 
     def __init__(self, loop: TrainingLoop, folder: Path, every: int) -> None:
@@ -45,6 +47,11 @@ class ReplicaKeeper(Keeper):
             extra_state_fn=self._extra,
             load_extra_state_fn=self._put_back,
         )
+        step = torch.tensor(self._handle.step_count)
+        torch.distributed.all_reduce(step, torch.distributed.ReduceOp.MIN)
+        is_ahead = step < self._handle.step_count
+        if is_ahead and (step == 0 or self._handle.try_recover(step=int(step)) < 0):
+            raise RuntimeError(f"this stage does not have step {step}, the newest of another stage")
 
     def finish(self) -> None:
         self._handle.close()

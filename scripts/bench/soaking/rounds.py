@@ -178,14 +178,9 @@ class Round:
             self._add(growth.sample(seconds, "coordinator", pid))
         except (OSError, ValueError, KeyError):
             pass  # it is being replaced
-        self.files.append(
-            growth.Files(
-                seconds,
-                self.newest,
-                faults.segments_bytes(self.info.run_id) / 1e6,
-                faults.directory_bytes(self.directory) / 1e6,
-            )
-        )
+        segments = faults.segments_bytes(self.info.run_id) / 1e6
+        directory = faults.directory_bytes(self.directory) / 1e6
+        self.files.append(growth.Files(seconds, self.newest, segments, directory))
 
     def _add(self, found: growth.Sample | None) -> None:
         if found is not None:
