@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.shard_map import ShardMap
-from deadpool_megatron.wire.forms import Coded, Listed
+from deadpool_megatron.wire.forms import Coded, Listed, read, write
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
 BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
@@ -141,12 +141,34 @@ class Holding(Coded):
 
 @dataclass(frozen=True)
 class Inventory(Coded):
-    """All parts that a node can produce, frozen after its vault closed epoch ``epoch``."""
+    """All parts that a node can produce, frozen after its vault closed epoch ``epoch``.
+
+    Most holdings share their generation and parts with others. The JSON form contains each such
+    pair once, as all nodes send their inventories at the same moment.
+    """
 
     node: int
     epoch: int
     holdings: tuple[Holding, ...] = ()
     layouts: tuple[RoleLayout, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        pairs = dict.fromkeys((held.generation, held.parts) for held in self.holdings)
+        number = {pair: index for index, pair in enumerate(pairs)}
+        sealed = [[generation.to_list(), sorted(parts)] for generation, parts in pairs]
+        holdings = [[held.role, number[held.generation, held.parts]] for held in self.holdings]
+        return {**write(replace(self, holdings=())), "sealed": sealed, "holdings": holdings}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the object of a JSON form; inverse of :meth:`to_dict`."""
+        sealed = {
+            index: (Generation.from_list(generation), frozenset(map(str, parts)))
+            for index, (generation, parts) in enumerate(values["sealed"])
+        }
+        holdings = tuple(Holding(int(role), *sealed[index]) for role, index in values["holdings"])
+        return replace(read(cls, {**values, "holdings": ()}), holdings=holdings)
 
 
 @dataclass(frozen=True, order=True)

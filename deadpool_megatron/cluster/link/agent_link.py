@@ -226,6 +226,7 @@ class CoordinatorLink:
         self._on_contact = on_contact
         self._greetings = Greetings(secret, run_id, settings, self._first_message)
         self._session: Contact | None = None
+        self._greeted: Address | None = None  # the newest address tried
         self._read_task: asyncio.Task[None] | None = None  # reads from the session
         self._lost_at = 0.0  # the end of the last session
         self._contact_at = 0.0
@@ -330,8 +331,16 @@ class CoordinatorLink:
                 pause = _FIRST_PAUSE_SECONDS
             if time.monotonic() - self._lost_at > limit_seconds:
                 raise CoordinatorLost(f"no coordinator for {limit_seconds:g} s: {self.trouble}")
-            await asyncio.sleep(pause)
+            await self._pause(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt, but no longer once a coordinator has taken over."""
+        until, tried = time.monotonic() + seconds, self._greeted
+        while (left := until - time.monotonic()) > 0:
+            if tried is not None and self._address() not in (None, tried):
+                return
+            await asyncio.sleep(min(left, _FIRST_PAUSE_SECONDS))
 
     async def _stay_in_contact(self) -> None:
         """Greet and serve until neither a session nor a greeting is left.
@@ -370,7 +379,7 @@ class CoordinatorLink:
         return self._greetings.tasks | ({self._read_task} if self._read_task is not None else set())
 
     def _greet(self) -> None:
-        address = self._address()
+        self._greeted = address = self._address()
         if self._session is not None:
             limit = self.contact_seconds
         elif self._boot or self._greetings.tasks:

@@ -48,7 +48,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 
 MINUTES = 60
-ROUNDS, STEPS = 4, 8
+ROUNDS, STEPS = 4, 32
 QUICK = ("--rounds", "1", "--steps", "2", "--roles", "4", "--sleep", "0", "--kind", "node")
 PLANNED = {
     "node": {"target": "node"},

@@ -15,8 +15,7 @@ A row for each kind, and one for all deaths together:
                            later (a cut, a stop, a full disk), to the end of the first new iteration
   steps_recomputed         of each recovery, after a strike at a random moment
 
-and one for planned changes (a new node in the place of a lost one, a drain): how long training
-stood still.
+and a row for planned changes (growth with a new node, a drain): how long training stood still.
 
 As root the soak gives itself a network and a mount namespace, in which it cuts connections (nft)
 and fills the disk of the run directory; else these faults are left out.
@@ -186,7 +185,7 @@ def rows_of(struck: Sequence[rounds.Struck]) -> list[Row]:
 def planned_rows(recoveries: Iterable[Event]) -> list[Row]:
     """Return a row for planned changes, mostly of size: how long training stood still."""
     data = [event.data for event in recoveries if rounds.is_planned(event)]
-    seconds, again = ([one[key] for one in data] for key in ("seconds", "steps_recomputed"))
+    seconds, again = ([values[key] for values in data] for key in ("seconds", "steps_recomputed"))
     values = {"recovery_seconds": seconds, "steps_recomputed": again}
     return [row("planned change", values)] if data else []
 

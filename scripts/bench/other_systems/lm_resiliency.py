@@ -23,8 +23,8 @@ class ReplicaKeeper(Keeper):
     """A copy on this rank and one on its neighbour after every ``every`` steps.
 
     Its construction loads the state of a previous process into ``loop``. Collective. The package
-    agrees on a step within a data-parallel group; without its own rendezvous nobody names one step
-    for all pipeline stages, so that is done here.
+    agrees on a step within a data-parallel group only; for all pipeline stages its own rendezvous
+    chooses the step. This class does so instead, as it runs without.
     """
 
     def __init__(self, loop: TrainingLoop, folder: Path, every: int) -> None:

@@ -88,7 +88,7 @@ class Struck:
     def settle(self, recoveries: Iterable[Event]) -> None:
         """Take over the numbers of its recoveries, the last of which may end later than the first
         iteration that was reported: that was under way, and no node was needed for it. A planned
-        change is no part of a death: the run trains until a node takes the place of the lost one.
+        change is no part of a death: the run trains until another node takes that place.
         """
         for event in recoveries:
             is_own = self.kind not in faults.DEATHS or not is_planned(event)
@@ -102,7 +102,7 @@ class Struck:
 
 
 def is_planned(recovery: Event) -> bool:
-    """Whether a recovery is that of a planned change, such as one of size."""
+    """Whether a recovery is that of a planned change, such as a change of size."""
     return bool(recovery.data["kind"] == FailureKind.PLANNED)
 
 

@@ -191,12 +191,14 @@ def test_abandoned_greeting_sends_nothing():
 
 class Doors:
     """``seconds``: how long each further connection to the coordinator of a term waits for its
-    handshake; ``opened``: the agent's ends of these, and when they were opened.
+    handshake; ``refusing``: a term whose coordinator has ended; ``opened``: the agent's ends of
+    these, and when they were opened.
     """
 
     def __init__(self, line: Line) -> None:
         self._line = line
         self.seconds: dict[int, Iterator[float]] = {}
+        self.refusing = 0
         self.opened: list[tuple[float, Any]] = []
         self.max_waiting = 0
 
@@ -204,6 +206,8 @@ class Doors:
         self.seconds[term] = iter(seconds)
 
     async def open(self, address: tuple[str, int]) -> tuple[Any, Any]:
+        if address[1] == self.refusing:
+            raise ConnectionRefusedError
         reader, writer = await self._line.open(address)
         if address[1] in self.seconds:
             self.opened.append((asyncio.get_running_loop().time(), writer))
@@ -242,6 +246,18 @@ def test_agent_keeps_its_place_in_a_queue(has_session):
         await asyncio.sleep(10.0)
         assert new.terms == [1]
         assert doors.max_waiting == 2
+
+    before_doors(scenario)
+
+
+def test_successor_is_not_kept_waiting():
+    """The pauses between attempts grow while nobody has taken over."""
+
+    async def scenario(line: Line, doors: Doors) -> None:
+        await beginning(line)
+        doors.refusing, line.cuts = 1, {line.frames: How.RESET}
+        await asyncio.sleep(2.0)
+        await line.until("a welcome", line.take_over().peers.active, 0.1)
 
     before_doors(scenario)
 
