@@ -55,7 +55,7 @@ def predicted(half, other, nodes, rejoin_seconds):
     [
         ("soak-0.5", (0.25, 0.15, 0.35)),
         ("soak-sizes", (0.35, 0.45, 0.65)),
-        ("soak", (0.55, 0.25, 0.25)),
+        ("soak", (0.1, 0.3, 0.1)),
     ],
 )
 def test_half_of_a_soak_predicts_the_other(name, differences):
